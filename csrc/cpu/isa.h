@@ -1,0 +1,38 @@
+// Which of the compiled kernels runs. Chosen once, in the order of torch's own ATEN_CPU_CAPABILITY levels.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "../rope_params.h"
+
+namespace rope::cpu {
+
+// Rotates rows [begin, end) of a call, where row = (batch * seqlen + token) * (heads of xq + heads of xk) + head.
+// Both tensors of the call must have one dtype and agree on whether their features are contiguous.
+using RotateRows = void (*)(const Params&, int64_t begin, int64_t end);
+
+struct Isa {
+  const char* name;  // "default", "avx2", "avx512"
+  RotateRows rotate_rows;
+};
+
+// The level in use.
+const Isa& isa();
+
+// The levels in this binary, least first.
+std::vector<std::string> isa_built();
+
+namespace isa_default {
+void rotate_rows(const Params&, int64_t begin, int64_t end);
+}
+#if defined(__x86_64__)
+namespace isa_avx2 {
+void rotate_rows(const Params&, int64_t begin, int64_t end);
+}
+namespace isa_avx512 {
+void rotate_rows(const Params&, int64_t begin, int64_t end);
+}
+#endif
+
+}  // namespace rope::cpu

@@ -1,0 +1,265 @@
+// The rotation: (a + ib) * (c + is) for every pair (a, b) of a head and its table factor (c, s).
+//
+// Layout: a row is one head of one token, head_dim features at a fixed stride, nearly always contiguous. All heads of a
+// token share one table row, which is converted and laid in lane order once and then stays in L1.
+//
+// Bound: memory. x is read once and written once, 2 * sizeof(T) bytes per feature; the table adds 8 bytes per pair and
+// token, shared by all heads.
+//
+// Bits: each product and each sum is rounded on its own. With the compiler's default contraction to FMA a quarter of all
+// float32 results would change from one instruction set to the next, and differ from the reference.
+//
+// Included once per instruction set by rotate_<isa>.cpp, which defines ROPE_ISA, ROPE_VECTOR_BYTES and ROPE_TARGET.
+// The target is a region of this file, not a flag of the build: headers above it stay baseline code, so that no inline
+// function of theirs compiled for AVX-512 can be the copy that the linker keeps for everybody. Below it nothing of std::
+// is called, for the same reason.
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+#if ROPE_VECTOR_BYTES >= 32
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // in GCC's own header
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#endif
+
+#include "isa.h"
+
+#ifdef ROPE_TARGET
+#define ROPE_PRAGMA(x) _Pragma(#x)
+#define ROPE_TARGET_REGION(t) ROPE_PRAGMA(GCC target(t))
+#if defined(__clang__)
+#define ROPE_CLANG_REGION(t) ROPE_PRAGMA(clang attribute push(__attribute__((target(t))), apply_to = function))
+ROPE_CLANG_REGION(ROPE_TARGET)
+#else
+ROPE_TARGET_REGION(ROPE_TARGET)
+#endif
+#endif
+
+#define ROPE_INLINE inline __attribute__((always_inline))
+
+namespace rope::cpu::ROPE_ISA {
+namespace {
+
+#include "vectors.inl"
+
+#include "pairs.inl"
+
+template <class A>
+ROPE_INLINE void rotate_pair(A& a, A& b, A c, A s) {
+  const A re = a * c - b * s;
+  b = a * s + b * c;
+  a = re;
+}
+
+// ---- one head
+
+constexpr int kWidths[] = {64, 32, 16};  // bytes; a head's pairs go in as wide vectors as are left to fill
+
+template <class P, class T, class A>
+ROPE_INLINE int64_t rotate_span(const T* in, T* out, int64_t half, const A* c, const A* s, int64_t j, int64_t n) {
+  using V = typename P::V;
+  for (; j + P::kPairs <= n; j += P::kPairs) {
+    V a[P::kVectors], b[P::kVectors];
+    P::load(in, j, half, a, b);
+    for (int k = 0; k < P::kVectors; ++k) {
+      const int64_t at = j + k * (P::kPairs / P::kVectors);
+      rotate_pair(a[k], b[k], load_vector<V>(c + at), load_vector<V>(s + at));
+    }
+    P::store(out, j, half, a, b);
+  }
+  return j;
+}
+
+template <class T, bool interleaved, class A>
+ROPE_INLINE void rotate_scalar(const T* in, int64_t in_stride, T* out, int64_t out_stride, int64_t half, const A* c,
+                               const A* s, int64_t j, int64_t n) {
+  for (; j < n; ++j) {
+    const int64_t re = interleaved ? 2 * j : j;
+    const int64_t im = interleaved ? 2 * j + 1 : j + half;
+    A a = widen(in[re * in_stride]), b = widen(in[im * in_stride]);
+    rotate_pair(a, b, c[j], s[j]);
+    narrow(a, out + re * out_stride);
+    narrow(b, out + im * out_stride);
+  }
+}
+
+template <class T, class A>
+constexpr bool vectorised(int width) {
+  return std::is_same<A, typename AccumulatorOf<T>::type>::value && width <= ROPE_VECTOR_BYTES;
+}
+
+template <class T, bool interleaved, class A>
+ROPE_INLINE void rotate_head(const T* in, T* out, int64_t half, const A* c, const A* s, int64_t n) {
+  int64_t j = 0;
+  if constexpr (vectorised<T, A>(64)) j = rotate_span<Pairs<T, interleaved, 64 / sizeof(A)>>(in, out, half, c, s, j, n);
+  if constexpr (vectorised<T, A>(32)) j = rotate_span<Pairs<T, interleaved, 32 / sizeof(A)>>(in, out, half, c, s, j, n);
+  if constexpr (vectorised<T, A>(16)) j = rotate_span<Pairs<T, interleaved, 16 / sizeof(A)>>(in, out, half, c, s, j, n);
+  rotate_scalar<T, interleaved>(in, 1, out, 1, half, c, s, j, n);
+}
+
+// ---- the table row of a token
+
+// One NaN for all, so that rounding to bfloat16 cannot carry out of it; and the signs of conj and neg views.
+template <int known_stride, class E, class A>
+ROPE_INLINE void load_factor(const E* p, int64_t stride, bool negate, A* to, int64_t n) {
+  if (known_stride) stride = known_stride;
+  const A sign = negate ? A(-1) : A(1);
+  for (int64_t j = 0; j < n; ++j) {
+    const A v = sign * static_cast<A>(widen(p[j * stride]));
+    to[j] = v == v ? v : static_cast<A>(__builtin_nanf(""));
+  }
+}
+
+template <class E, class A>
+void load_factor(const Factor& factor, int64_t offset, int64_t first, A* to, int64_t n) {
+  const int64_t stride = factor.stride[2];
+  const E* p = static_cast<const E*>(factor.data) + offset + first * stride;
+  if (stride == 1) return load_factor<1>(p, stride, factor.negate, to, n);
+  if (stride == 2) return load_factor<2>(p, stride, factor.negate, to, n);  // half of a complex table
+  load_factor<0>(p, stride, factor.negate, to, n);
+}
+
+template <class A>
+void load_factor(const Factor& factor, DType dtype, int64_t batch, int64_t row, int64_t first, A* to, int64_t n) {
+  const int64_t offset = batch * factor.stride[0] + row * factor.stride[1];
+  switch (dtype) {
+    case DType::f16:
+      return load_factor<Half>(factor, offset, first, to, n);
+    case DType::bf16:
+      return load_factor<BFloat16>(factor, offset, first, to, n);
+    case DType::f32:
+      return load_factor<float>(factor, offset, first, to, n);
+    case DType::f64:
+      if constexpr (std::is_same<A, double>::value) return load_factor<double>(factor, offset, first, to, n);
+  }
+}
+
+template <class P>
+struct LaneOrder {
+  template <int k>
+  struct Of {
+    static constexpr int at(int l) { return P::order(k * (P::kPairs / P::kVectors) + l); }
+  };
+};
+
+template <class P, class A>
+ROPE_INLINE int64_t arrange_span(A* c, int64_t j, int64_t n) {
+  constexpr int N = P::kPairs / P::kVectors;
+  using V = typename P::V;
+  if constexpr (P::order(1) == 1 && P::order(N / 2) == N / 2) return n - (n - j) % P::kPairs;
+  for (; j + P::kPairs <= n; j += P::kPairs) {
+    const V first = load_vector<V>(c + j), last = load_vector<V>(c + j + P::kPairs - N);
+    store_vector(c + j, shuffle<typename LaneOrder<P>::template Of<0>, N>(first, last));
+    if constexpr (P::kVectors == 2) store_vector(c + j + N, shuffle<typename LaneOrder<P>::template Of<1>, N>(first, last));
+  }
+  return j;
+}
+
+template <class T, bool interleaved, class A>
+ROPE_INLINE void arrange(A* c, int64_t n) {
+  int64_t j = 0;
+  if constexpr (vectorised<T, A>(64)) j = arrange_span<Pairs<T, interleaved, 64 / sizeof(A)>>(c, j, n);
+  if constexpr (vectorised<T, A>(32)) j = arrange_span<Pairs<T, interleaved, 32 / sizeof(A)>>(c, j, n);
+  if constexpr (vectorised<T, A>(16)) j = arrange_span<Pairs<T, interleaved, 16 / sizeof(A)>>(c, j, n);
+}
+
+// ---- all rows of a call
+
+constexpr int64_t kChunk = 512;  // pairs of a table row held at once: 4 KiB of L1 in float32
+
+int64_t table_row(const Params& p, int64_t batch, int64_t token) {
+  if (!p.positions) return token;
+  const int64_t at = batch * p.positions_stride[0] + token * p.positions_stride[1];
+  return p.positions_are_int64 ? static_cast<const int64_t*>(p.positions)[at]
+                               : static_cast<const int32_t*>(p.positions)[at];
+}
+
+bool features_contiguous(const Heads& x) { return x.heads == 0 || (x.in_stride[3] == 1 && x.out_stride[3] == 1); }
+
+template <class T, bool interleaved, class A>
+void rotate_rows(const Params& p, int64_t begin, int64_t end) {
+  const int64_t heads = p.x[0].heads + p.x[1].heads;
+  const int64_t half = p.rotary_dim / 2;
+  const bool contiguous = features_contiguous(p.x[0]) && features_contiguous(p.x[1]);
+  alignas(64) A c[kChunk], s[kChunk];
+  int64_t held_row = -1, held_batch = -1;  // what c and s hold; a decode batch at one position converts it once
+
+  for (int64_t done = begin; done < end;) {
+    const int64_t index = done / heads;
+    const int64_t batch = index / p.seqlen, token = index % p.seqlen;
+    const int64_t row = table_row(p, batch, token);
+    const int64_t table_batch = p.cos.stride[0] || p.sin.stride[0] ? batch : 0;
+    const int64_t first_head = done - index * heads;
+    const int64_t last_head = heads < first_head + end - done ? heads : first_head + end - done;
+
+    for (int64_t first = 0; first < half; first += kChunk) {
+      const int64_t n = half - first < kChunk ? half - first : kChunk;
+      if (row != held_row || table_batch != held_batch || half > kChunk) {
+        load_factor(p.cos, p.table_dtype, batch, row, first, c, n);
+        load_factor(p.sin, p.table_dtype, batch, row, first, s, n);
+        if (contiguous) arrange<T, interleaved>(c, n);
+        if (contiguous) arrange<T, interleaved>(s, n);
+        held_row = row;
+        held_batch = table_batch;
+      }
+      for (int i = 0; i < 2; ++i) {
+        const Heads& x = p.x[i];
+        const int64_t offset = i == 0 ? 0 : p.x[0].heads;
+        const int64_t from = first_head > offset ? first_head - offset : 0;
+        const int64_t to = last_head - offset < x.heads ? last_head - offset : x.heads;
+        const int64_t feature = interleaved ? 2 * first : first;
+        const T* in = static_cast<const T*>(x.in) + batch * x.in_stride[0] + token * x.in_stride[1];
+        T* out = static_cast<T*>(x.out) + batch * x.out_stride[0] + token * x.out_stride[1];
+        for (int64_t h = from; h < to; ++h) {
+          const T* head_in = in + h * x.in_stride[2] + feature * x.in_stride[3];
+          T* head_out = out + h * x.out_stride[2] + feature * x.out_stride[3];
+          if (contiguous) {
+            rotate_head<T, interleaved>(head_in, head_out, half, c, s, n);
+          } else {
+            rotate_scalar<T, interleaved>(head_in, x.in_stride[3], head_out, x.out_stride[3], half, c, s, 0, n);
+          }
+          if (first == 0 && x.in != x.out) {
+            for (int64_t d = p.rotary_dim; d < p.head_dim; ++d) {
+              head_out[d * x.out_stride[3]] = head_in[d * x.in_stride[3]];
+            }
+          }
+        }
+      }
+    }
+    done += last_head - first_head;
+  }
+}
+
+template <class T, bool interleaved>
+void rotate_rows(const Params& p, int64_t begin, int64_t end) {
+  const DType x = std::is_same<T, double>::value ? DType::f64 : DType::f32;
+  return rotates_in_f64(x, p.table_dtype) ? rotate_rows<T, interleaved, double>(p, begin, end)
+                                          : rotate_rows<T, interleaved, typename AccumulatorOf<T>::type>(p, begin, end);
+}
+
+template <class T>
+void rotate_rows(const Params& p, int64_t begin, int64_t end) {
+  return p.interleaved ? rotate_rows<T, true>(p, begin, end) : rotate_rows<T, false>(p, begin, end);
+}
+
+}  // namespace
+
+void rotate_rows(const Params& p, int64_t begin, int64_t end) {
+  switch (p.x[0].heads ? p.x[0].dtype : p.x[1].dtype) {
+    case DType::f16:
+      return rotate_rows<Half>(p, begin, end);
+    case DType::bf16:
+      return rotate_rows<BFloat16>(p, begin, end);
+    case DType::f32:
+      return rotate_rows<float>(p, begin, end);
+    case DType::f64:
+      return rotate_rows<double>(p, begin, end);
+  }
+}
+
+}  // namespace rope::cpu::ROPE_ISA
+
+#if defined(ROPE_TARGET) && defined(__clang__)
+#pragma clang attribute pop
+#endif

@@ -1,0 +1,169 @@
+// Vectors of N lanes by the compilers' vector extensions: one source for SSE2, AVX2, AVX-512 and NEON. Operators work
+// lane by lane; + and * are never fused, because the build says -ffp-contract=off.
+// Part of rotate.inl: compiled once per instruction set, inside its target region.
+
+struct Half {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+template <class Element, int N>
+struct VecOf {
+  typedef Element type __attribute__((vector_size(sizeof(Element) * N)));
+};
+template <class Element, int N>
+using Vec = typename VecOf<Element, N>::type;
+
+template <class To, class From>
+ROPE_INLINE To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From), "");
+  To to;
+  __builtin_memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+template <class V>
+ROPE_INLINE V load_vector(const void* p) {
+  V v;
+  __builtin_memcpy(&v, p, sizeof(v));
+  return v;
+}
+
+template <class V>
+ROPE_INLINE void store_vector(void* p, V v) {
+  __builtin_memcpy(p, &v, sizeof(v));
+}
+
+// Lane i of the result is lane Index::at(i) of a and b laid end to end.
+template <class Index, class V, int... I>
+ROPE_INLINE V shuffle(V a, V b, std::integer_sequence<int, I...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, Index::at(I)...);
+#else
+  using Int = std::conditional_t<sizeof(a[0]) == 8, int64_t, int32_t>;
+  return __builtin_shuffle(a, b, Vec<Int, sizeof...(I)>{Index::at(I)...});
+#endif
+}
+template <class Index, int N, class V>
+ROPE_INLINE V shuffle(V a, V b) {
+  return shuffle<Index>(a, b, std::make_integer_sequence<int, N>());
+}
+
+// ---- float16: exact both ways, round to nearest even, subnormals kept, in integers (I: int32_t or a vector of it)
+
+ROPE_INLINE float to_float(int32_t i) { return static_cast<float>(i); }
+template <class I>
+ROPE_INLINE auto to_float(I i) {
+  return __builtin_convertvector(i, Vec<float, sizeof(I) / 4>);
+}
+
+template <class I>
+ROPE_INLINE auto half_to_float(I h) {
+  const I magnitude = h & 0x7fff;
+  auto f = to_float(magnitude) * 0x1p-24f;  // what a subnormal is worth
+  using F = decltype(f);
+  const I normal = (magnitude << 13) + (112 << 23);  // the exponent's bias grows from 15 to 127
+  const I infinite = normal | 0x7f800000;
+  I bits = magnitude < 0x400 ? bit_cast<I>(f) : normal;
+  bits = magnitude >= 0x7c00 ? infinite : bits;
+  return bit_cast<F>(bits | ((h & 0x8000) << 16));
+}
+
+template <class F>
+ROPE_INLINE auto float_to_half(F f) {
+  using I = std::conditional_t<sizeof(F) == 4, int32_t, Vec<int32_t, sizeof(F) / 4>>;
+  const I bits = bit_cast<I>(f);
+  const I magnitude = bits & 0x7fffffff;
+  // adding 0.5, whose last bit is worth 2^-24, rounds a subnormal where float16 would
+  const I subnormal = bit_cast<I>(bit_cast<F>(magnitude) + 0.5f) - 0x3f000000;
+  const I normal = (magnitude + (0xfff - (112 << 23)) + ((magnitude >> 13) & 1)) >> 13;
+  const I zero = magnitude ^ magnitude;
+  I h = magnitude < 0x38800000 ? subnormal : normal;
+  h = magnitude >= 0x47800000 ? (magnitude > 0x7f800000 ? zero + 0x7e00 : zero + 0x7c00) : h;
+  return h | ((bits >> 16) & 0x8000);
+}
+
+// ---- bfloat16: the upper half of a float32
+
+// Round to nearest even into the upper 16 bits. A NaN stays one as long as its lower 16 bits are not all ones: products
+// with a widened bfloat16 never have such bits unless the table brings them, and load_factor makes its NaNs canonical.
+template <class U, class F>
+ROPE_INLINE U round_to_bfloat16(F f) {
+  const U bits = bit_cast<U>(f);
+  return bits + 0x7fff + ((bits >> 16) & 1);
+}
+
+// ---- one element
+
+ROPE_INLINE double widen(double x) { return x; }
+ROPE_INLINE float widen(float x) { return x; }
+ROPE_INLINE float widen(Half x) { return half_to_float(static_cast<int32_t>(x.bits)); }
+ROPE_INLINE float widen(BFloat16 x) { return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
+
+ROPE_INLINE void narrow(double x, double* to) { *to = x; }
+ROPE_INLINE void narrow(double x, float* to) { *to = static_cast<float>(x); }
+ROPE_INLINE void narrow(float x, float* to) { *to = x; }
+ROPE_INLINE void narrow(float x, Half* to) { to->bits = static_cast<uint16_t>(float_to_half(x)); }
+ROPE_INLINE void narrow(float x, BFloat16* to) {
+  to->bits = static_cast<uint16_t>(round_to_bfloat16<uint32_t>(x) >> 16);
+}
+// float64 to 16 bits goes through float32, as in torch
+ROPE_INLINE void narrow(double x, Half* to) { narrow(static_cast<float>(x), to); }
+ROPE_INLINE void narrow(double x, BFloat16* to) { narrow(static_cast<float>(x), to); }
+
+// ---- N elements in memory order
+
+template <int N>
+ROPE_INLINE Vec<double, N> widen_vector(const double* p) {
+  return load_vector<Vec<double, N>>(p);
+}
+template <int N>
+ROPE_INLINE Vec<float, N> widen_vector(const float* p) {
+  return load_vector<Vec<float, N>>(p);
+}
+template <int N>
+ROPE_INLINE Vec<float, N> widen_vector(const Half* p) {
+#if ROPE_VECTOR_BYTES >= 32  // the levels that have F16C
+  if constexpr (N == 4) return bit_cast<Vec<float, 4>>(_mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+  if constexpr (N == 8) return bit_cast<Vec<float, 8>>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#endif
+#if ROPE_VECTOR_BYTES == 64
+  if constexpr (N == 16) return bit_cast<Vec<float, 16>>(_mm512_cvtph_ps(load_vector<__m256i>(p)));
+#endif
+  return half_to_float(__builtin_convertvector(load_vector<Vec<uint16_t, N>>(p), Vec<int32_t, N>));
+}
+
+template <int N>
+ROPE_INLINE void narrow_vector(Vec<double, N> v, double* p) {
+  store_vector(p, v);
+}
+template <int N>
+ROPE_INLINE void narrow_vector(Vec<float, N> v, float* p) {
+  store_vector(p, v);
+}
+template <int N>
+ROPE_INLINE void narrow_vector(Vec<float, N> v, Half* p) {
+#if ROPE_VECTOR_BYTES >= 32
+  constexpr int kNearestEven = 0;
+  if constexpr (N == 4) return _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_cvtps_ph(bit_cast<__m128>(v), kNearestEven));
+  if constexpr (N == 8) return store_vector(p, _mm256_cvtps_ph(bit_cast<__m256>(v), kNearestEven));
+#endif
+#if ROPE_VECTOR_BYTES == 64
+  if constexpr (N == 16) return store_vector(p, _mm512_cvtps_ph(bit_cast<__m512>(v), kNearestEven));
+#endif
+  store_vector(p, __builtin_convertvector(float_to_half(v), Vec<uint16_t, N>));
+}
+
+// Two bfloat16 in each 32-bit lane: the even elements and the odd ones, split and joined without a shuffle.
+template <int N>
+ROPE_INLINE void split_lanes(Vec<uint32_t, N> lanes, Vec<float, N>& even, Vec<float, N>& odd) {
+  even = bit_cast<Vec<float, N>>(lanes << 16);
+  odd = bit_cast<Vec<float, N>>(lanes & 0xffff0000u);
+}
+template <int N>
+ROPE_INLINE Vec<uint32_t, N> join_lanes(Vec<float, N> even, Vec<float, N> odd) {
+  using U = Vec<uint32_t, N>;
+  return (round_to_bfloat16<U>(even) >> 16) | (round_to_bfloat16<U>(odd) & 0xffff0000u);
+}

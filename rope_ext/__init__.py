@@ -1,0 +1,31 @@
+"""Rotary position embedding as PyTorch operators.
+
+    xq, xk = torch.ops.rope.apply(xq, xk, freqs_cis)
+
+Importing this package registers the operators `torch.ops.rope.{apply, apply_cos_sin, rotate, rotate_cos_sin}` and their
+in-place forms with a trailing underscore.
+"""
+
+import torch
+
+from rope_ext.tables import precompute_freqs_cis
+
+try:
+    from rope_ext._built_for import TORCH as _BUILT_FOR
+except ImportError as error:
+    raise ImportError(
+        "rope_ext is not built: run `pip install --no-build-isolation -e .` in its folder, or import the installed "
+        "package from outside the source tree"
+    ) from error
+
+if torch.__version__ != _BUILT_FOR:
+    raise ImportError(
+        f"rope_ext was built for torch {_BUILT_FOR} and this is torch {torch.__version__}: rebuild it with "
+        "`pip install --no-build-isolation --no-deps --force-reinstall .` in its source folder"
+    )
+
+from rope_ext._info import build_info  # noqa: E402
+from rope_ext.llama import apply_rotary_emb, reshape_for_broadcast  # noqa: E402
+
+__all__ = ["apply_rotary_emb", "build_info", "precompute_freqs_cis", "reshape_for_broadcast"]
+__version__ = build_info()["version"]

@@ -1,0 +1,27 @@
+"""What the extension was built from, and what of it is in use."""
+
+from typing import Any
+
+from rope_ext import _C
+from rope_ext._built_for import TORCH
+
+
+def build_info() -> dict[str, Any]:
+    """Facts about the compiled extension.
+
+    Returns:
+        version: of rope_ext.
+        torch: the version of torch it was built for.
+        cuda: None in a CPU build, else {"toolkit": "13.0", "archs": ["sm_90", ..., "compute_120"]} (compute_*: PTX).
+        cpu_isa: the instruction set in use: "default", "avx2" or "avx512". It follows torch's own
+            ATEN_CPU_CAPABILITY, read once.
+        cpu_isa_built: those in this binary.
+    """
+    toolkit = _C.cuda_toolkit()
+    return {
+        "version": _C.version(),
+        "torch": TORCH,
+        "cuda": None if toolkit is None else {"toolkit": toolkit, "archs": _C.cuda_archs()},
+        "cpu_isa": _C.cpu_isa(),
+        "cpu_isa_built": _C.cpu_isa_built(),
+    }
