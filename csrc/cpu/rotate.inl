@@ -45,10 +45,22 @@ namespace {
 
 #include "pairs.inl"
 
+// A product that no later pass can fuse with its sum. -ffp-contract=off is enough for vectors; GCC 12.2's vectoriser
+// turns a scalar pair into vfmaddsub in spite of it (GCC bug 107647).
+template <class A>
+ROPE_INLINE A rounded(A product) {
+#if defined(__x86_64__)
+  if constexpr (std::is_floating_point<A>::value) __asm__("" : "+x"(product));
+#elif defined(__aarch64__)
+  if constexpr (std::is_floating_point<A>::value) __asm__("" : "+w"(product));
+#endif
+  return product;
+}
+
 template <class A>
 ROPE_INLINE void rotate_pair(A& a, A& b, A c, A s) {
-  const A re = a * c - b * s;
-  b = a * s + b * c;
+  const A re = rounded(a * c) - rounded(b * s);
+  b = rounded(a * s) + rounded(b * c);
   a = re;
 }
 
