@@ -20,20 +20,25 @@ DType real_type(at::ScalarType type) {
 int64_t element_size(DType type) { return type == DType::f64 ? 8 : type == DType::f32 ? 4 : 2; }
 
 // Strides of size-1 dimensions are whatever the tensor's history left there, up to 2^40: read none of them.
-int64_t stride(const at::Tensor& t, int64_t d) { return t.size(d) == 1 ? 0 : t.stride(d); }
+int64_t stride(at::IntArrayRef sizes, at::IntArrayRef strides, size_t d) {
+  return sizes.data()[d] == 1 ? 0 : strides.data()[d];
+}
 
-// Packed tokens (T, H, D) are a batch of one. The feature stride is real even where it is never stepped.
-void set_strides(const at::Tensor& t, int64_t (&strides)[4]) {
-  const auto rank = t.dim();
-  strides[0] = rank == 4 ? stride(t, 0) : 0;
-  for (int64_t d = 1; d < 4; ++d) strides[d] = stride(t, d + rank - 4);
+// Packed tokens (T, H, D) are a batch of one.
+void set_strides(const at::Tensor& t, int64_t (&to)[4]) {
+  const auto sizes = t.sizes(), strides = t.strides();
+  const bool batched = sizes.size() == 4;
+  to[0] = batched ? stride(sizes, strides, 0) : 0;
+  for (size_t d = 1; d < 4; ++d) to[d] = stride(sizes, strides, d - !batched);
 }
 
 // A row per token of each sample, or, shared by the batch, a batch stride of 0.
 Factor factor(const at::Tensor& table, const void* data, int64_t scale, bool negate) {
-  const auto rank = table.dim();
+  const auto sizes = table.sizes(), strides = table.strides();
+  const auto rank = sizes.size();
   return {data,
-          {rank == 3 ? stride(table, 0) * scale : 0, stride(table, rank - 2) * scale, stride(table, rank - 1) * scale},
+          {rank == 3 ? stride(sizes, strides, 0) * scale : 0, stride(sizes, strides, rank - 2) * scale,
+           stride(sizes, strides, rank - 1) * scale},
           negate};
 }
 
@@ -41,11 +46,11 @@ Factor factor(const at::Tensor& table, const void* data, int64_t scale, bool neg
 
 Params pack(const Call& call, const Outputs& out) {
   Params p{};
-  const auto& x = *call.x[0];
-  const auto rank = x.dim();
-  p.batch = rank == 4 ? x.size(0) : 1;
-  p.seqlen = x.size(rank - 3);
-  p.head_dim = x.size(rank - 1);
+  const auto sizes = call.x[0]->sizes();
+  const auto rank = sizes.size();
+  p.batch = rank == 4 ? sizes.data()[0] : 1;
+  p.seqlen = sizes.data()[rank - 3];
+  p.head_dim = sizes.data()[rank - 1];
   p.rotary_dim = call.rotary_dim.value_or(p.head_dim);
   p.interleaved = call.interleaved;
   for (const int i : {0, 1}) {
@@ -53,7 +58,7 @@ Params pack(const Call& call, const Outputs& out) {
     const auto& in = *call.x[i];
     const auto& to = call.in_place ? in : out[i];
     auto& heads = p.x[i];
-    heads.heads = in.size(rank - 2);
+    heads.heads = in.sizes().data()[rank - 2];
     heads.dtype = real_type(in.scalar_type());
     heads.in = in.const_data_ptr();
     heads.out = to.mutable_data_ptr();
@@ -63,7 +68,7 @@ Params pack(const Call& call, const Outputs& out) {
 
   const auto& table = *call.table[0];
   p.table_dtype = real_type(table.scalar_type());
-  p.rows = table.size(table.dim() - 2);
+  p.rows = *(table.sizes().end() - 2);
   if (call.complex_table()) {
     const auto* data = static_cast<const char*>(table.const_data_ptr());
     p.cos = factor(table, data, 2, false);
@@ -79,8 +84,9 @@ Params pack(const Call& call, const Outputs& out) {
     const auto& positions = *call.positions;
     p.positions = positions.const_data_ptr();
     p.positions_are_int64 = positions.scalar_type() == at::kLong;
-    p.positions_stride[0] = positions.dim() == 2 ? stride(positions, 0) : 0;
-    p.positions_stride[1] = stride(positions, positions.dim() - 1);
+    const auto p_sizes = positions.sizes(), p_strides = positions.strides();
+    p.positions_stride[0] = p_sizes.size() == 2 ? stride(p_sizes, p_strides, 0) : 0;
+    p.positions_stride[1] = stride(p_sizes, p_strides, p_sizes.size() - 1);
   }
   return p;
 }

@@ -16,7 +16,7 @@
 #include <cstdint>
 #include <type_traits>
 #include <utility>
-#if ROPE_VECTOR_BYTES >= 32
+#if defined(__x86_64__)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // in GCC's own header
 #include <immintrin.h>
@@ -101,13 +101,19 @@ constexpr bool vectorised(int width) {
   return std::is_same<A, typename AccumulatorOf<T>::type>::value && width <= ROPE_VECTOR_BYTES;
 }
 
-template <class T, bool interleaved, class A>
-ROPE_INLINE void rotate_head(const T* in, T* out, int64_t half, const A* c, const A* s, int64_t n) {
-  int64_t j = 0;
-  if constexpr (vectorised<T, A>(64)) j = rotate_span<Pairs<T, interleaved, 64 / sizeof(A)>>(in, out, half, c, s, j, n);
-  if constexpr (vectorised<T, A>(32)) j = rotate_span<Pairs<T, interleaved, 32 / sizeof(A)>>(in, out, half, c, s, j, n);
-  if constexpr (vectorised<T, A>(16)) j = rotate_span<Pairs<T, interleaved, 16 / sizeof(A)>>(in, out, half, c, s, j, n);
-  rotate_scalar<T, interleaved>(in, 1, out, 1, half, c, s, j, n);
+// Heads from..to of one token. N is n where it is known at compile time, so that the loops over a head unroll and its
+// table row stays in registers, else 0.
+template <class T, bool interleaved, int N, class A>
+ROPE_INLINE void rotate_heads(const T* in, int64_t in_stride, T* out, int64_t out_stride, int64_t count, int64_t half,
+                              const A* c, const A* s, int64_t n) {
+  if (N > 0) n = N;
+  for (int64_t h = 0; h < count; ++h, in += in_stride, out += out_stride) {
+    int64_t j = 0;
+    if constexpr (vectorised<T, A>(64)) j = rotate_span<Pairs<T, interleaved, 64 / sizeof(A)>>(in, out, half, c, s, j, n);
+    if constexpr (vectorised<T, A>(32)) j = rotate_span<Pairs<T, interleaved, 32 / sizeof(A)>>(in, out, half, c, s, j, n);
+    if constexpr (vectorised<T, A>(16)) j = rotate_span<Pairs<T, interleaved, 16 / sizeof(A)>>(in, out, half, c, s, j, n);
+    if (N == 0 || !vectorised<T, A>(16)) rotate_scalar<T, interleaved>(in, 1, out, 1, half, c, s, j, n);
+  }
 }
 
 // ---- the table row of a token
@@ -187,6 +193,23 @@ int64_t table_row(const Params& p, int64_t batch, int64_t token) {
                                : static_cast<const int32_t*>(p.positions)[at];
 }
 
+template <class T>
+T* at(T* x, const int64_t (&stride)[4], int64_t batch, int64_t token, int64_t head) {
+  return x + batch * stride[0] + token * stride[1] + head * stride[2];
+}
+
+// Features rotary_dim .. head_dim-1 of some heads, bit for bit.
+template <class T>
+void pass_through(const Params& p, const Heads& x, const T* in, T* out, int64_t count) {
+  for (; count > 0; --count, in += x.in_stride[2], out += x.out_stride[2]) {
+    if (x.in_stride[3] == 1 && x.out_stride[3] == 1) {
+      __builtin_memcpy(out + p.rotary_dim, in + p.rotary_dim, sizeof(T) * (p.head_dim - p.rotary_dim));
+      continue;
+    }
+    for (int64_t d = p.rotary_dim; d < p.head_dim; ++d) out[d * x.out_stride[3]] = in[d * x.in_stride[3]];
+  }
+}
+
 bool features_contiguous(const Heads& x) { return x.heads == 0 || (x.in_stride[3] == 1 && x.out_stride[3] == 1); }
 
 template <class T, bool interleaved, class A>
@@ -220,22 +243,24 @@ void rotate_rows(const Params& p, int64_t begin, int64_t end) {
         const int64_t offset = i == 0 ? 0 : p.x[0].heads;
         const int64_t from = first_head > offset ? first_head - offset : 0;
         const int64_t to = last_head - offset < x.heads ? last_head - offset : x.heads;
+        if (from >= to) continue;
+        const T* in = at(static_cast<const T*>(x.in), x.in_stride, batch, token, from);
+        T* out = at(static_cast<T*>(x.out), x.out_stride, batch, token, from);
+        if (first == 0 && x.in != x.out && p.rotary_dim < p.head_dim) pass_through(p, x, in, out, to - from);
+
         const int64_t feature = interleaved ? 2 * first : first;
-        const T* in = static_cast<const T*>(x.in) + batch * x.in_stride[0] + token * x.in_stride[1];
-        T* out = static_cast<T*>(x.out) + batch * x.out_stride[0] + token * x.out_stride[1];
-        for (int64_t h = from; h < to; ++h) {
-          const T* head_in = in + h * x.in_stride[2] + feature * x.in_stride[3];
-          T* head_out = out + h * x.out_stride[2] + feature * x.out_stride[3];
-          if (contiguous) {
-            rotate_head<T, interleaved>(head_in, head_out, half, c, s, n);
-          } else {
-            rotate_scalar<T, interleaved>(head_in, x.in_stride[3], head_out, x.out_stride[3], half, c, s, 0, n);
+        in += feature * x.in_stride[3];
+        out += feature * x.out_stride[3];
+        if (!contiguous) {
+          for (int64_t h = from; h < to; ++h, in += x.in_stride[2], out += x.out_stride[2]) {
+            rotate_scalar<T, interleaved>(in, x.in_stride[3], out, x.out_stride[3], half, c, s, 0, n);
           }
-          if (first == 0 && x.in != x.out) {
-            for (int64_t d = p.rotary_dim; d < p.head_dim; ++d) {
-              head_out[d * x.out_stride[3]] = head_in[d * x.in_stride[3]];
-            }
-          }
+        } else if (n == 64 && half == 64) {
+          rotate_heads<T, interleaved, 64>(in, x.in_stride[2], out, x.out_stride[2], to - from, 64, c, s, n);
+        } else if (n == 32 && half == 32) {
+          rotate_heads<T, interleaved, 32>(in, x.in_stride[2], out, x.out_stride[2], to - from, 32, c, s, n);
+        } else {
+          rotate_heads<T, interleaved, 0>(in, x.in_stride[2], out, x.out_stride[2], to - from, half, c, s, n);
         }
       }
     }

@@ -42,7 +42,7 @@ ROPE_INLINE V shuffle(V a, V b, std::integer_sequence<int, I...>) {
 #if defined(__clang__)
   return __builtin_shufflevector(a, b, Index::at(I)...);
 #else
-  using Int = std::conditional_t<sizeof(a[0]) == 8, int64_t, int32_t>;
+  using Int = std::conditional_t<sizeof(a[0]) == 8, int64_t, std::conditional_t<sizeof(a[0]) == 4, int32_t, int16_t>>;
   return __builtin_shuffle(a, b, Vec<Int, sizeof...(I)>{Index::at(I)...});
 #endif
 }
@@ -156,14 +156,48 @@ ROPE_INLINE void narrow_vector(Vec<float, N> v, Half* p) {
   store_vector(p, __builtin_convertvector(float_to_half(v), Vec<uint16_t, N>));
 }
 
-// Two bfloat16 in each 32-bit lane: the even elements and the odd ones, split and joined without a shuffle.
+// Two bfloat16 in each 32-bit lane: the even elements and the odd ones, split without a shuffle.
 template <int N>
 ROPE_INLINE void split_lanes(Vec<uint32_t, N> lanes, Vec<float, N>& even, Vec<float, N>& odd) {
   even = bit_cast<Vec<float, N>>(lanes << 16);
   odd = bit_cast<Vec<float, N>>(lanes & 0xffff0000u);
 }
+
+#if defined(__x86_64__)
+// (a + b + 1) >> 1 without losing the carry
+ROPE_INLINE Vec<uint16_t, 8> average(Vec<uint16_t, 8> a, Vec<uint16_t, 8> b) {
+  return bit_cast<Vec<uint16_t, 8>>(_mm_avg_epu16(bit_cast<__m128i>(a), bit_cast<__m128i>(b)));
+}
+#if ROPE_VECTOR_BYTES >= 32
+ROPE_INLINE Vec<uint16_t, 16> average(Vec<uint16_t, 16> a, Vec<uint16_t, 16> b) {
+  return bit_cast<Vec<uint16_t, 16>>(_mm256_avg_epu16(bit_cast<__m256i>(a), bit_cast<__m256i>(b)));
+}
+#endif
+#if ROPE_VECTOR_BYTES == 64
+ROPE_INLINE Vec<uint16_t, 32> average(Vec<uint16_t, 32> a, Vec<uint16_t, 32> b) {
+  return bit_cast<Vec<uint16_t, 32>>(_mm512_avg_epu16(bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
+}
+#endif
+#endif
+
+// Words of two vectors of floats, interleaved: the upper ones (what bfloat16 keeps) or the lower ones (what it rounds).
+template <int N, int upper>
+struct Words {
+  static constexpr int at(int i) { return (i & ~1) + upper + (i & 1) * 2 * N; }
+};
+
+// The way back, rounded to nearest even. Rounding adds 0x7fff + (last kept bit) to the lost half and carries; on x86 the
+// carries of both vectors are found at once, in 16-bit lanes: the top bit of the average of the lost half and
+// 0x7ffe + (last kept bit).
 template <int N>
 ROPE_INLINE Vec<uint32_t, N> join_lanes(Vec<float, N> even, Vec<float, N> odd) {
   using U = Vec<uint32_t, N>;
+#if defined(__x86_64__)
+  using W = Vec<uint16_t, 2 * N>;
+  const W kept = shuffle<Words<N, 1>, 2 * N>(bit_cast<W>(even), bit_cast<W>(odd));
+  const W lost = shuffle<Words<N, 0>, 2 * N>(bit_cast<W>(even), bit_cast<W>(odd));
+  return bit_cast<U>(kept + (average(lost, (kept & 1) | 0x7ffe) >> 15));
+#else
   return (round_to_bfloat16<U>(even) >> 16) | (round_to_bfloat16<U>(odd) & 0xffff0000u);
+#endif
 }
