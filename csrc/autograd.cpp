@@ -83,20 +83,25 @@ Call single(const Call& call, const at::Tensor& x, std::array<const at::Tensor*,
 
 // R(table) dx + R(dtable) x; in dtable the features that pass through have no part.
 at::Tensor tangent(const Call& call, const at::Tensor& x) {
+  const bool table_tangent = has_tangent(call.table[0]) || has_tangent(call.table[1]);
+  if (!has_tangent(&x) && !table_tangent) return {};
+
+  std::array<at::Tensor, 2> primals, tangents;
+  std::array<const at::Tensor*, 2> table{}, d_table{};
+  for (const int i : {0, 1}) {
+    if (!call.table[i]) continue;
+    primals[i] = call.table[i]->_fw_primal(/*level=*/0);
+    table[i] = &primals[i];
+    if (!table_tangent) continue;
+    tangents[i] = has_tangent(call.table[i]) ? call.table[i]->_fw_grad(0) : at::zeros_like(primals[i]);
+    d_table[i] = &tangents[i];
+  }
   at::Tensor result;
-  if (has_tangent(&x)) result = dispatch(single(call, x._fw_grad(0), call.table))[0];
-  if (has_tangent(call.table[0]) || has_tangent(call.table[1])) {
-    std::array<at::Tensor, 2> d;
-    std::array<const at::Tensor*, 2> table{};
-    for (const int i : {0, 1}) {
-      if (!call.table[i]) continue;
-      d[i] = has_tangent(call.table[i]) ? call.table[i]->_fw_grad(0) : at::zeros_like(*call.table[i]);
-      table[i] = &d[i];
-    }
-    auto by_table = dispatch(single(call, x, table))[0];
+  if (has_tangent(&x)) result = dispatch(single(call, x._fw_grad(0), table))[0];
+  if (table_tangent) {
+    auto by_table = dispatch(single(call, x._fw_primal(0), d_table))[0];
     if (call.rotary_dim) {
-      by_table = at::constant_pad_nd(by_table.slice(-1, 0, *call.rotary_dim),
-                                     {0, x.size(-1) - *call.rotary_dim});
+      by_table = at::constant_pad_nd(by_table.slice(-1, 0, *call.rotary_dim), {0, x.size(-1) - *call.rotary_dim});
     }
     result = result.defined() ? result + by_table : by_table;
   }
@@ -169,7 +174,10 @@ struct Autograd {
     below();
     for (const int i : {0, 1}) {
       if (nodes[i]) torch::autograd::rebase_history(*call.x[i], nodes[i]);
-      if (tangents[i].defined()) call.x[i]->_set_fw_grad(tangents[i], 0, /*is_inplace_op=*/true);
+      if (!tangents[i].defined()) continue;
+      const auto held = call.x[i]->_fw_grad(0);  // in place, the tangent is written in place too
+      held.copy_(tangents[i]);
+      call.x[i]->_set_fw_grad(held, 0, /*is_inplace_op=*/true);
     }
     return {};
   }
