@@ -66,7 +66,7 @@ ROPE_INLINE void rotate_pair(A& a, A& b, A c, A s) {
 
 // ---- one head
 
-constexpr int kWidths[] = {64, 32, 16};  // bytes; a head's pairs go in as wide vectors as are left to fill
+constexpr int64_t kChunk = 512;  // pairs of a table row held at once: 4 KiB of L1 in float32
 
 template <class P, class T, class A>
 ROPE_INLINE int64_t rotate_span(const T* in, T* out, int64_t half, const A* c, const A* s, int64_t j, int64_t n) {
@@ -113,6 +113,18 @@ ROPE_INLINE void rotate_heads(const T* in, int64_t in_stride, T* out, int64_t ou
     if constexpr (vectorised<T, A>(32)) j = rotate_span<Pairs<T, interleaved, 32 / sizeof(A)>>(in, out, half, c, s, j, n);
     if constexpr (vectorised<T, A>(16)) j = rotate_span<Pairs<T, interleaved, 16 / sizeof(A)>>(in, out, half, c, s, j, n);
     if (N == 0 || !vectorised<T, A>(16)) rotate_scalar<T, interleaved>(in, 1, out, 1, half, c, s, j, n);
+  }
+}
+
+// The same by way of a buffer in L1 that is written to memory in whole lines, around the caches: an ordinary store first
+// reads the line it will overwrite, a third more traffic.
+template <class T, bool interleaved, class A>
+void stream_heads(const T* in, int64_t in_stride, T* out, int64_t out_stride, int64_t count, const A* c, const A* s,
+                  int64_t n) {
+  alignas(64) T head[2 * kChunk];
+  for (int64_t h = 0; h < count; ++h, in += in_stride, out += out_stride) {
+    rotate_heads<T, interleaved, 0>(in, 0, head, 0, 1, n, c, s, n);
+    stream_copy(head, out, 2 * n * sizeof(T));
   }
 }
 
@@ -184,8 +196,6 @@ ROPE_INLINE void arrange(A* c, int64_t n) {
 
 // ---- all rows of a call
 
-constexpr int64_t kChunk = 512;  // pairs of a table row held at once: 4 KiB of L1 in float32
-
 int64_t table_row(const Params& p, int64_t batch, int64_t token) {
   if (!p.positions) return token;
   const int64_t at = batch * p.positions_stride[0] + token * p.positions_stride[1];
@@ -212,8 +222,15 @@ void pass_through(const Params& p, const Heads& x, const T* in, T* out, int64_t 
 
 bool features_contiguous(const Heads& x) { return x.heads == 0 || (x.in_stride[3] == 1 && x.out_stride[3] == 1); }
 
+// Heads that are whole and lie at multiples of a store.
+template <class T>
+bool can_stream(const Params& p, const Heads& x, const T* out) {
+  return p.rotary_dim == p.head_dim && p.rotary_dim <= 2 * kChunk && p.head_dim * sizeof(T) % 16 == 0 &&
+         x.out_stride[2] * sizeof(T) % 16 == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0;
+}
+
 template <class T, bool interleaved, class A>
-void rotate_rows(const Params& p, int64_t begin, int64_t end) {
+void rotate_rows(const Params& p, int64_t begin, int64_t end, bool stream) {
   const int64_t heads = p.x[0].heads + p.x[1].heads;
   const int64_t half = p.rotary_dim / 2;
   const bool contiguous = features_contiguous(p.x[0]) && features_contiguous(p.x[1]);
@@ -255,6 +272,8 @@ void rotate_rows(const Params& p, int64_t begin, int64_t end) {
           for (int64_t h = from; h < to; ++h, in += x.in_stride[2], out += x.out_stride[2]) {
             rotate_scalar<T, interleaved>(in, x.in_stride[3], out, x.out_stride[3], half, c, s, 0, n);
           }
+        } else if (stream && can_stream(p, x, out)) {
+          stream_heads<T, interleaved>(in, x.in_stride[2], out, x.out_stride[2], to - from, c, s, n);
         } else if (n == 64 && half == 64) {
           rotate_heads<T, interleaved, 64>(in, x.in_stride[2], out, x.out_stride[2], to - from, 64, c, s, n);
         } else if (n == 32 && half == 32) {
@@ -266,32 +285,33 @@ void rotate_rows(const Params& p, int64_t begin, int64_t end) {
     }
     done += last_head - first_head;
   }
+  if (stream) stream_fence();
 }
 
 template <class T, bool interleaved>
-void rotate_rows(const Params& p, int64_t begin, int64_t end) {
+void rotate_rows(const Params& p, int64_t begin, int64_t end, bool stream) {
   const DType x = std::is_same<T, double>::value ? DType::f64 : DType::f32;
-  return rotates_in_f64(x, p.table_dtype) ? rotate_rows<T, interleaved, double>(p, begin, end)
-                                          : rotate_rows<T, interleaved, typename AccumulatorOf<T>::type>(p, begin, end);
+  return rotates_in_f64(x, p.table_dtype) ? rotate_rows<T, interleaved, double>(p, begin, end, stream)
+                                          : rotate_rows<T, interleaved, typename AccumulatorOf<T>::type>(p, begin, end, stream);
 }
 
 template <class T>
-void rotate_rows(const Params& p, int64_t begin, int64_t end) {
-  return p.interleaved ? rotate_rows<T, true>(p, begin, end) : rotate_rows<T, false>(p, begin, end);
+void rotate_rows(const Params& p, int64_t begin, int64_t end, bool stream) {
+  return p.interleaved ? rotate_rows<T, true>(p, begin, end, stream) : rotate_rows<T, false>(p, begin, end, stream);
 }
 
 }  // namespace
 
-void rotate_rows(const Params& p, int64_t begin, int64_t end) {
+void rotate_rows(const Params& p, int64_t begin, int64_t end, bool stream) {
   switch (p.x[0].heads ? p.x[0].dtype : p.x[1].dtype) {
     case DType::f16:
-      return rotate_rows<Half>(p, begin, end);
+      return rotate_rows<Half>(p, begin, end, stream);
     case DType::bf16:
-      return rotate_rows<BFloat16>(p, begin, end);
+      return rotate_rows<BFloat16>(p, begin, end, stream);
     case DType::f32:
-      return rotate_rows<float>(p, begin, end);
+      return rotate_rows<float>(p, begin, end, stream);
     case DType::f64:
-      return rotate_rows<double>(p, begin, end);
+      return rotate_rows<double>(p, begin, end, stream);
   }
 }
 

@@ -51,6 +51,22 @@ ROPE_INLINE V shuffle(V a, V b) {
   return shuffle<Index>(a, b, std::make_integer_sequence<int, N>());
 }
 
+// Non-temporal stores; both ends at multiples of 16 bytes.
+ROPE_INLINE void stream_copy(const void* from, void* to, int64_t bytes) {
+#if defined(__x86_64__)
+  const auto* source = static_cast<const __m128i*>(from);
+  auto* target = static_cast<__m128i*>(to);
+  for (int64_t i = 0; i < bytes / 16; ++i) _mm_stream_si128(target + i, _mm_load_si128(source + i));
+#else
+  __builtin_memcpy(to, from, bytes);
+#endif
+}
+ROPE_INLINE void stream_fence() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
 // ---- float16: exact both ways, round to nearest even, subnormals kept, in integers (I: int32_t or a vector of it)
 
 ROPE_INLINE float to_float(int32_t i) { return static_cast<float>(i); }
@@ -126,13 +142,22 @@ ROPE_INLINE Vec<float, N> widen_vector(const float* p) {
 template <int N>
 ROPE_INLINE Vec<float, N> widen_vector(const Half* p) {
 #if ROPE_VECTOR_BYTES >= 32  // the levels that have F16C
-  if constexpr (N == 4) return bit_cast<Vec<float, 4>>(_mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
-  if constexpr (N == 8) return bit_cast<Vec<float, 8>>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-#endif
+  if constexpr (N == 4) {
+    return bit_cast<Vec<float, N>>(_mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+  } else if constexpr (N == 8) {
+    return bit_cast<Vec<float, N>>(_mm256_cvtph_ps(load_vector<__m128i>(p)));
+  }
 #if ROPE_VECTOR_BYTES == 64
-  if constexpr (N == 16) return bit_cast<Vec<float, 16>>(_mm512_cvtph_ps(load_vector<__m256i>(p)));
+  else {
+    return bit_cast<Vec<float, N>>(_mm512_cvtph_ps(load_vector<__m256i>(p)));
+  }
 #endif
+#elif defined(__x86_64__)
+  const auto words = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return half_to_float(bit_cast<Vec<int32_t, N>>(_mm_unpacklo_epi16(words, _mm_setzero_si128())));
+#else
   return half_to_float(__builtin_convertvector(load_vector<Vec<uint16_t, N>>(p), Vec<int32_t, N>));
+#endif
 }
 
 template <int N>
@@ -147,13 +172,22 @@ template <int N>
 ROPE_INLINE void narrow_vector(Vec<float, N> v, Half* p) {
 #if ROPE_VECTOR_BYTES >= 32
   constexpr int kNearestEven = 0;
-  if constexpr (N == 4) return _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_cvtps_ph(bit_cast<__m128>(v), kNearestEven));
-  if constexpr (N == 8) return store_vector(p, _mm256_cvtps_ph(bit_cast<__m256>(v), kNearestEven));
-#endif
+  if constexpr (N == 4) {
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_cvtps_ph(bit_cast<__m128>(v), kNearestEven));
+  } else if constexpr (N == 8) {
+    store_vector(p, _mm256_cvtps_ph(bit_cast<__m256>(v), kNearestEven));
+  }
 #if ROPE_VECTOR_BYTES == 64
-  if constexpr (N == 16) return store_vector(p, _mm512_cvtps_ph(bit_cast<__m512>(v), kNearestEven));
+  else {
+    store_vector(p, _mm512_cvtps_ph(bit_cast<__m512>(v), kNearestEven));
+  }
 #endif
+#elif defined(__x86_64__)
+  const auto lanes = bit_cast<__m128i>((float_to_half(v) << 16) >> 16);  // packing saturates: make it a signed word
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi32(lanes, lanes));
+#else
   store_vector(p, __builtin_convertvector(float_to_half(v), Vec<uint16_t, N>));
+#endif
 }
 
 // Two bfloat16 in each 32-bit lane: the even elements and the odd ones, split without a shuffle.
@@ -163,16 +197,20 @@ ROPE_INLINE void split_lanes(Vec<uint32_t, N> lanes, Vec<float, N>& even, Vec<fl
   odd = bit_cast<Vec<float, N>>(lanes & 0xffff0000u);
 }
 
-#if defined(__x86_64__)
-// (a + b + 1) >> 1 without losing the carry
+#if ROPE_VECTOR_BYTES >= 32
+// Words of two vectors of floats, interleaved: the upper ones (what bfloat16 keeps) or the lower ones (what it loses).
+template <int N, int upper>
+struct Words {
+  static constexpr int at(int i) { return (i & ~1) + upper + (i & 1) * 2 * N; }
+};
+
+// (a + b + 1) >> 1 of 16-bit lanes, without losing the carry of the sum
 ROPE_INLINE Vec<uint16_t, 8> average(Vec<uint16_t, 8> a, Vec<uint16_t, 8> b) {
   return bit_cast<Vec<uint16_t, 8>>(_mm_avg_epu16(bit_cast<__m128i>(a), bit_cast<__m128i>(b)));
 }
-#if ROPE_VECTOR_BYTES >= 32
 ROPE_INLINE Vec<uint16_t, 16> average(Vec<uint16_t, 16> a, Vec<uint16_t, 16> b) {
   return bit_cast<Vec<uint16_t, 16>>(_mm256_avg_epu16(bit_cast<__m256i>(a), bit_cast<__m256i>(b)));
 }
-#endif
 #if ROPE_VECTOR_BYTES == 64
 ROPE_INLINE Vec<uint16_t, 32> average(Vec<uint16_t, 32> a, Vec<uint16_t, 32> b) {
   return bit_cast<Vec<uint16_t, 32>>(_mm512_avg_epu16(bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
@@ -180,19 +218,13 @@ ROPE_INLINE Vec<uint16_t, 32> average(Vec<uint16_t, 32> a, Vec<uint16_t, 32> b) 
 #endif
 #endif
 
-// Words of two vectors of floats, interleaved: the upper ones (what bfloat16 keeps) or the lower ones (what it rounds).
-template <int N, int upper>
-struct Words {
-  static constexpr int at(int i) { return (i & ~1) + upper + (i & 1) * 2 * N; }
-};
-
-// The way back, rounded to nearest even. Rounding adds 0x7fff + (last kept bit) to the lost half and carries; on x86 the
-// carries of both vectors are found at once, in 16-bit lanes: the top bit of the average of the lost half and
-// 0x7ffe + (last kept bit).
+// The way back, rounded to nearest even: the kept half goes up where the lost half is above 0x8000, or equal to it and
+// the kept one is odd. That is the carry of lost + 0x7fff + (kept & 1). Where 16-bit lanes can be shuffled, both vectors
+// are rounded at once, which takes 6 instructions instead of 10: the top bit of an average is that carry.
 template <int N>
 ROPE_INLINE Vec<uint32_t, N> join_lanes(Vec<float, N> even, Vec<float, N> odd) {
   using U = Vec<uint32_t, N>;
-#if defined(__x86_64__)
+#if ROPE_VECTOR_BYTES >= 32
   using W = Vec<uint16_t, 2 * N>;
   const W kept = shuffle<Words<N, 1>, 2 * N>(bit_cast<W>(even), bit_cast<W>(odd));
   const W lost = shuffle<Words<N, 0>, 2 * N>(bit_cast<W>(even), bit_cast<W>(odd));
