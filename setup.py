@@ -21,14 +21,13 @@ INSTALL = "pip install --no-build-isolation ."
 LIBRARY, MODULE = "rope_ext.librope_ext", "rope_ext._C"
 
 try:
-    import pybind11
     import torch
     from torch.utils import cpp_extension
 except ImportError as error:
     sys.exit(
         f"rope_ext is compiled against the torch that it will run with, and this build cannot see one: {error}.\n"
         f"Install torch and the build tools first, then build without isolation:\n"
-        f"    pip install torch pybind11 ninja setuptools wheel && {INSTALL}"
+        f"    pip install torch ninja setuptools wheel && {INSTALL}"
     )
 
 
@@ -92,7 +91,7 @@ NVCC = ["-O3", "--fmad=false", "--compress-mode=size", "-Xptxas", "-warn-spills,
 
 
 def sources(folder, pattern="*.cpp"):
-    return sorted(str(path) for path in folder.glob(pattern) if path.name != "module.cpp")
+    return sorted(str(path) for path in folder.glob(pattern))
 
 
 def extensions():
@@ -121,8 +120,7 @@ def extensions():
     library.libraries = [name for name in library.libraries if name != "torch_python"]
     module = cpp_extension.CppExtension(
         MODULE,
-        [str(CSRC / "module.cpp")],
-        include_dirs=[pybind11.get_include()],
+        sources(CSRC / "python"),
         libraries=["rope_ext"],
         extra_compile_args=["-g0", "-fvisibility=hidden"],
         extra_link_args=["-Wl,-rpath,$ORIGIN"],

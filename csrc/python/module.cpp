@@ -1,10 +1,11 @@
 // rope_ext._C: what a Python import loads. The operators live in librope_ext.so, which this module links and which
-// holds no Python symbol, so that a C++ program can load it too. No tensor function is bound here: one would see lazy
-// conj views unresolved and accept fake tensors.
+// holds no Python symbol, so that a C++ program can load it too. pybind11 binds no tensor function: one would see lazy
+// conj views unresolved and accept fake tensors. fast_call.cpp goes through the dispatcher.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "build_info.h"
+#include "../build_info.h"
+#include "fast_call.h"
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Facts about the compiled operators. Importing it registers them.";
@@ -13,4 +14,5 @@ PYBIND11_MODULE(_C, m) {
   m.def("cuda_archs", &rope::cuda_archs);
   m.def("cpu_isa", &rope::cpu_isa);
   m.def("cpu_isa_built", &rope::cpu_isa_built);
+  PyModule_AddFunctions(m.ptr(), rope::kApplyMethods);
 }
