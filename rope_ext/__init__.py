@@ -24,6 +24,7 @@ if torch.__version__ != _BUILT_FOR:
         "`pip install --no-build-isolation --no-deps --force-reinstall .` in its source folder"
     )
 
+from rope_ext import functionalize  # noqa: E402, F401
 from rope_ext._info import build_info  # noqa: E402
 from rope_ext.llama import apply_rotary_emb, reshape_for_broadcast  # noqa: E402
 
