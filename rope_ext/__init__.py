@@ -27,6 +27,16 @@ if torch.__version__ != _BUILT_FOR:
 from rope_ext import functionalize  # noqa: E402, F401
 from rope_ext._info import build_info  # noqa: E402
 from rope_ext.llama import apply_rotary_emb, reshape_for_broadcast  # noqa: E402
+from rope_ext.module import RotaryEmbedding  # noqa: E402
+from rope_ext.weights import half_to_interleaved, interleaved_to_half  # noqa: E402
 
-__all__ = ["apply_rotary_emb", "build_info", "precompute_freqs_cis", "reshape_for_broadcast"]
+__all__ = [
+    "RotaryEmbedding",
+    "apply_rotary_emb",
+    "build_info",
+    "half_to_interleaved",
+    "interleaved_to_half",
+    "precompute_freqs_cis",
+    "reshape_for_broadcast",
+]
 __version__ = build_info()["version"]
