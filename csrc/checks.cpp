@@ -34,6 +34,15 @@ bool is_float(const at::Tensor& t) {
   return type == at::kFloat || type == at::kBFloat16 || type == at::kHalf || type == at::kDouble;
 }
 
+// torch.ops lets None pass for a tensor.
+void check_defined(const Call& call) {
+  for (const int i : {0, 1}) {
+    TORCH_CHECK_TYPE(!call.x[i] || call.x[i]->defined(), call.op, ": ", call.x_name(i), " must be a tensor, found None");
+    TORCH_CHECK_TYPE(!call.table[i] || call.table[i]->defined(), call.op, ": ", call.table_name(i),
+                     " must be a tensor, found None");
+  }
+}
+
 void check_devices(const Call& call) {
   const auto device = call.x[0]->device();
   const auto here = [&](const at::Tensor* t) { return !t || t->device() == device; };
@@ -199,6 +208,7 @@ void check_overlaps(const Call& call) {
 
 template <class Int>
 void check(const Call& call) {
+  check_defined(call);
   check_devices(call);
   check_dtypes(call);
   check_x<Int>(call);

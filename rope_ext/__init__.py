@@ -6,9 +6,14 @@ Importing this package registers the operators `torch.ops.rope.{apply, apply_cos
 in-place forms with a trailing underscore.
 """
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from rope_ext.tables import precompute_freqs_cis
+
+if TYPE_CHECKING:
+    from rope_ext.module import RotaryEmbedding
 
 try:
     from rope_ext._built_for import TORCH as _BUILT_FOR
@@ -27,7 +32,6 @@ if torch.__version__ != _BUILT_FOR:
 from rope_ext import functionalize  # noqa: E402, F401
 from rope_ext._info import build_info  # noqa: E402
 from rope_ext.llama import apply_rotary_emb, reshape_for_broadcast  # noqa: E402
-from rope_ext.module import RotaryEmbedding  # noqa: E402
 from rope_ext.weights import half_to_interleaved, interleaved_to_half  # noqa: E402
 
 __all__ = [
@@ -40,3 +44,12 @@ __all__ = [
     "reshape_for_broadcast",
 ]
 __version__ = build_info()["version"]
+
+
+def __getattr__(name: str) -> Any:
+    # its decorators load torch's compiler, which takes as long as torch itself
+    if name == "RotaryEmbedding":
+        from rope_ext.module import RotaryEmbedding
+
+        return RotaryEmbedding
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
