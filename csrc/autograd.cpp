@@ -60,8 +60,14 @@ struct RotateBackward final : Node {
     const at::Tensor sin = complex_table ? at::Tensor() : table[1].unpack();
     const OptionalTensor rows = has_positions ? OptionalTensor(positions.unpack()) : std::nullopt;
     const auto call = [&](bool conjugate) {
-      return Call{"rope::rotate", {&grad, nullptr}, {&cos, complex_table ? nullptr : &sin}, rows, interleaved,
-                  rotary_dim,     conjugate,        false};
+      return Call{"rope::rotate",
+                  {&grad, nullptr},
+                  {&cos, complex_table ? nullptr : &sin},
+                  rows,
+                  interleaved,
+                  rotary_dim,
+                  conjugate,
+                  false};
     };
     if (task_should_compute_output(0)) result[0] = dispatch(call(!conj))[0];
     if (table_grad && (task_should_compute_output(1) || (!complex_table && task_should_compute_output(2)))) {
@@ -112,9 +118,8 @@ using NodePtr = std::decay_t<decltype(std::declval<at::Tensor>().grad_fn())>;
 
 NodePtr make_node(const Call& call, const at::Tensor& x, bool table_grad) {
   auto node = c10::make_intrusive<RotateBackward>(call, x, table_grad);
-  node->set_next_edges(call.complex_table()
-                           ? torch::autograd::collect_next_edges(x, *call.table[0])
-                           : torch::autograd::collect_next_edges(x, *call.table[0], *call.table[1]));
+  node->set_next_edges(call.complex_table() ? torch::autograd::collect_next_edges(x, *call.table[0])
+                                            : torch::autograd::collect_next_edges(x, *call.table[0], *call.table[1]));
   return node;
 }
 
@@ -125,8 +130,7 @@ struct Autograd {
     const bool table_tangent = has_tangent(call.table[0]) || has_tangent(call.table[1]);
     const bool plain = !table_grad && !table_tangent && !has_tangent(call.x[0]) && !has_tangent(call.x[1]) &&
                        !(grad_mode && (requires_grad(call.x[0]) || requires_grad(call.x[1])));
-    return call.in_place ? in_place(call, plain, table_grad || table_tangent)
-                         : functional(call, plain, table_grad);
+    return call.in_place ? in_place(call, plain, table_grad || table_tangent) : functional(call, plain, table_grad);
   }
 
  private:
@@ -161,8 +165,9 @@ struct Autograd {
     };
     if (plain) return below();
 
-    TORCH_CHECK(!table_differentiable, call.op, ": the gradient of ", call.table_name(0),
-                " needs the x that an in-place call overwrites; use the op without the underscore, or detach the table");
+    TORCH_CHECK(
+        !table_differentiable, call.op, ": the gradient of ", call.table_name(0),
+        " needs the x that an in-place call overwrites; use the op without the underscore, or detach the table");
     std::array<NodePtr, 2> nodes;
     std::array<at::Tensor, 2> tangents;
     for (const int i : {0, 1}) {

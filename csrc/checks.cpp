@@ -27,7 +27,9 @@ bool is_one(const SymInt& a) { return a.sym_eq(1).guard_or_false(__FILE__, __LIN
 bool at_most(int64_t a, int64_t b) { return a <= b; }
 bool at_most(int64_t a, const SymInt& b) { return b.sym_ge(a).expect_true(__FILE__, __LINE__); }
 
-std::string dtype_name(const at::Tensor& t) { return "torch." + std::string(c10::getDtypeNames(t.scalar_type()).first); }
+std::string dtype_name(const at::Tensor& t) {
+  return "torch." + std::string(c10::getDtypeNames(t.scalar_type()).first);
+}
 
 bool is_float(const at::Tensor& t) {
   const auto type = t.scalar_type();
@@ -37,7 +39,8 @@ bool is_float(const at::Tensor& t) {
 // torch.ops lets None pass for a tensor.
 void check_defined(const Call& call) {
   for (const int i : {0, 1}) {
-    TORCH_CHECK_TYPE(!call.x[i] || call.x[i]->defined(), call.op, ": ", call.x_name(i), " must be a tensor, found None");
+    TORCH_CHECK_TYPE(!call.x[i] || call.x[i]->defined(), call.op, ": ", call.x_name(i),
+                     " must be a tensor, found None");
     TORCH_CHECK_TYPE(!call.table[i] || call.table[i]->defined(), call.op, ": ", call.table_name(i),
                      " must be a tensor, found None");
   }
@@ -82,9 +85,10 @@ void check_dtypes(const Call& call) {
     }
   } else {
     for (const int i : {0, 1}) {
-      TORCH_CHECK_TYPE(is_float(*call.table[i]), call.op, ": ", call.table_name(i),
-                       " must be float16, bfloat16, float32 or float64, found ", dtype_name(*call.table[i]),
-                       call.table[i]->is_complex() ? ". A complex table goes to the op without cos_sin in its name" : "");
+      TORCH_CHECK_TYPE(
+          is_float(*call.table[i]), call.op, ": ", call.table_name(i),
+          " must be float16, bfloat16, float32 or float64, found ", dtype_name(*call.table[i]),
+          call.table[i]->is_complex() ? ". A complex table goes to the op without cos_sin in its name" : "");
     }
     TORCH_CHECK_TYPE(table.scalar_type() == call.table[1]->scalar_type(), call.op,
                      ": cos and sin must have one dtype, found ", dtype_name(table), " and ",
@@ -101,7 +105,8 @@ template <class Int>
 void check_x(const Call& call) {
   const auto& x = *call.x[0];
   const auto rank = x.dim();
-  const auto shape_hint = " must have shape (batch, seqlen, heads, head_dim) or, for packed tokens, (tokens, heads, head_dim)";
+  const auto shape_hint =
+      " must have shape (batch, seqlen, heads, head_dim) or, for packed tokens, (tokens, heads, head_dim)";
   TORCH_CHECK_VALUE(rank == 3 || rank == 4, call.op, ": ", call.x_name(0), shape_hint, ", found rank ", rank,
                     ", shape ", x.sym_sizes());
   if (call.pair()) {
@@ -122,7 +127,8 @@ void check_x(const Call& call) {
   if (call.rotary_dim) {
     const int64_t rotary_dim = *call.rotary_dim;
     TORCH_CHECK_VALUE(rotary_dim > 0 && rotary_dim % 2 == 0 && at_most(rotary_dim, head_dim), call.op,
-                      ": rotary_dim must be even, at least 2 and at most head_dim = ", head_dim, ", found ", rotary_dim);
+                      ": rotary_dim must be even, at least 2 and at most head_dim = ", head_dim, ", found ",
+                      rotary_dim);
   }
 }
 
@@ -151,14 +157,15 @@ void check_table(const Call& call) {
   const auto t = sizes<Int>(table);
   const auto head_dim = sizes<Int>(x)[x.dim() - 1];
   const auto rotary_dim = call.rotary_dim ? Int(*call.rotary_dim) : head_dim;
-  TORCH_CHECK_VALUE(same(t[rank - 1] * 2, rotary_dim), call.op, ": the last dimension of ", name,
-                    " must be half of ", call.rotary_dim ? "rotary_dim = " : "head_dim = ", rotary_dim,
+  TORCH_CHECK_VALUE(same(t[rank - 1] * 2, rotary_dim), call.op, ": the last dimension of ", name, " must be half of ",
+                    call.rotary_dim ? "rotary_dim = " : "head_dim = ", rotary_dim,
                     call.rotary_dim ? "" : " (pass rotary_dim to rotate only the first features of each head)",
                     ", found ", t[rank - 1]);
   if (rank == 3) {
     const auto batch = sizes<Int>(x)[0];
-    TORCH_CHECK_VALUE(is_one(t[0]) || same(t[0], batch), call.op, ": a table of rank 3 holds one table per sample: ",
-                      name, " must have first dimension 1 or batch = ", batch, ", found ", t[0]);
+    TORCH_CHECK_VALUE(is_one(t[0]) || same(t[0], batch), call.op,
+                      ": a table of rank 3 holds one table per sample: ", name,
+                      " must have first dimension 1 or batch = ", batch, ", found ", t[0]);
   }
   if (!call.positions) {
     const auto tokens = sizes<Int>(x)[packed ? 0 : 1];
@@ -189,9 +196,11 @@ void check_positions(const Call& call) {
 void check_overlaps(const Call& call) {
   for (const int i : {0, 1}) {
     if (!call.x[i]) continue;
-    TORCH_CHECK(!overlaps_itself(*call.x[i]), call.op, ": ", call.x_name(i),
-                " has several elements in one place (an expanded tensor?), which cannot be written in place; clone() it. "
-                "Shape ", call.x[i]->sym_sizes(), ", strides ", call.x[i]->sym_strides());
+    TORCH_CHECK(
+        !overlaps_itself(*call.x[i]), call.op, ": ", call.x_name(i),
+        " has several elements in one place (an expanded tensor?), which cannot be written in place; clone() it. "
+        "Shape ",
+        call.x[i]->sym_sizes(), ", strides ", call.x[i]->sym_strides());
     const auto refuse = [&](const at::Tensor& other, const char* name) {
       TORCH_CHECK(!overlap(*call.x[i], other), call.op, ": ", call.x_name(i), " and ", name,
                   " share memory, so writing one in place would change the other; clone() one of them");

@@ -10,8 +10,10 @@ namespace {
 void warn_once_if_cuda(const Call& call) {
   if (!call.x[0]->is_cuda()) return;
   TORCH_WARN_ONCE(
-      "rope_ext was built without CUDA kernels: CUDA tensors take a slower road over ATen ops. Rebuild where nvcc and a "
-      "CUDA build of torch are present: ROPE_EXT_CUDA=1 pip install --no-build-isolation --force-reinstall --no-deps .");
+      "rope_ext was built without CUDA kernels: CUDA tensors take a slower road over ATen ops. Rebuild where nvcc and "
+      "a "
+      "CUDA build of torch are present: ROPE_EXT_CUDA=1 pip install --no-build-isolation --force-reinstall --no-deps "
+      ".");
 }
 
 struct Fallback {

@@ -26,7 +26,7 @@ Parts real_tables(const Call& call) {
 at::ScalarType rotation_type(const at::Tensor& x, const Call& call) {
   const auto table = call.table[0]->scalar_type();
   return x.scalar_type() == at::kDouble || table == at::kDouble || table == at::kComplexDouble ? at::kDouble
-                                                                                                 : at::kFloat;
+                                                                                               : at::kFloat;
 }
 
 Parts split(const at::Tensor& x, const Call& call, at::ScalarType type) {

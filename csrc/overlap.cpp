@@ -78,9 +78,7 @@ class Equation {
   int steps_ = 20000;
 };
 
-bool has_symbols(const at::Tensor& t) {
-  return t.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
-}
+bool has_symbols(const at::Tensor& t) { return t.unsafeGetTensorImpl()->has_symbolic_sizes_strides(); }
 
 // Two views of one storage, or two storages over one memory (from_blob, numpy). Fake tensors have no address.
 bool distance(const at::Tensor& a, const at::Tensor& b, int64_t* bytes) {

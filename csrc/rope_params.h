@@ -13,9 +13,9 @@ enum class DType : int32_t { f16, bf16, f32, f64 };
 // xq or xk: (batch, seqlen, heads, head_dim). Packed tokens (T, H, D) are batch = 1, seqlen = T.
 struct Heads {
   const void* in;
-  void* out;              // in place: out == in, with the same strides
-  int64_t heads;          // 0: nothing to do for this tensor
-  int64_t in_stride[4];   // batch, token, head, feature
+  void* out;             // in place: out == in, with the same strides
+  int64_t heads;         // 0: nothing to do for this tensor
+  int64_t in_stride[4];  // batch, token, head, feature
   int64_t out_stride[4];
   DType dtype;
 };
@@ -42,8 +42,8 @@ struct Params {
   // Which table row a token takes: its index in the sequence (positions == nullptr) or positions[b, s],
   // which must lie in [0, rows).
   const void* positions;
-  bool positions_are_int64;      // else int32
-  int64_t positions_stride[2];   // batch (0 when shared by the batch), token
+  bool positions_are_int64;     // else int32
+  int64_t positions_stride[2];  // batch (0 when shared by the batch), token
   int64_t rows;
 };
 

@@ -63,8 +63,14 @@ struct Vmap {
       const auto rotate = [&](const at::Tensor& one, const at::Tensor& cos, const at::Tensor& sin,
                               const at::Tensor& rows) {
         const OptionalTensor maybe_rows = call.positions ? OptionalTensor(rows) : std::nullopt;
-        return dispatch({call.op, {&one, nullptr}, {&cos, call.complex_table() ? nullptr : &sin}, maybe_rows,
-                         call.interleaved, call.rotary_dim, call.conj, call.in_place})[0];
+        return dispatch({call.op,
+                         {&one, nullptr},
+                         {&cos, call.complex_table() ? nullptr : &sin},
+                         maybe_rows,
+                         call.interleaved,
+                         call.rotary_dim,
+                         call.conj,
+                         call.in_place})[0];
       };
       if (!x[i].dim && !rows_mapped) {
         out[i] = rotate(x[i].tensor, table[0].tensor, table[1].tensor, positions.tensor);
@@ -72,17 +78,16 @@ struct Vmap {
         const auto moved = x[i].tensor.movedim(*x[i].dim, 0);
         const bool packed = moved.dim() == 4;  // (map, tokens, heads, head_dim) is a batch already
         const auto y = rotate(packed ? moved : moved.flatten(0, 1), table[0].tensor, table[1].tensor, positions.tensor);
-        out[i] = at::functorch::makeBatched(
-            packed ? y : y.unflatten_symint(0, {moved.sym_size(0), moved.sym_size(1)}), 0, level);
+        out[i] = at::functorch::makeBatched(packed ? y : y.unflatten_symint(0, {moved.sym_size(0), moved.sym_size(1)}),
+                                            0, level);
       } else {
         TORCH_CHECK(x[i].dim || !call.in_place, call.op, ": ", call.x_name(i),
                     " is one tensor for all samples of vmap, but the table or the positions differ between them: it "
                     "cannot be rotated in place; use the op without the underscore");
         std::vector<at::Tensor> results;
         for (int64_t v = 0; v < map_size({x[i], table[0], table[1], positions}); ++v) {
-          results.push_back(
-              rotate(x[i].at(v), table[0].at(v), call.complex_table() ? at::Tensor() : table[1].at(v),
-                     call.positions ? positions.at(v) : at::Tensor()));
+          results.push_back(rotate(x[i].at(v), table[0].at(v), call.complex_table() ? at::Tensor() : table[1].at(v),
+                                   call.positions ? positions.at(v) : at::Tensor()));
         }
         if (!call.in_place) out[i] = at::functorch::makeBatched(at::stack(results), 0, level);
       }

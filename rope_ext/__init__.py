@@ -29,10 +29,10 @@ if torch.__version__ != _BUILT_FOR:
         "`pip install --no-build-isolation --no-deps --force-reinstall .` in its source folder"
     )
 
-from rope_ext import functionalize  # noqa: E402, F401
-from rope_ext._info import build_info  # noqa: E402
-from rope_ext.llama import apply_rotary_emb, reshape_for_broadcast  # noqa: E402
-from rope_ext.weights import half_to_interleaved, interleaved_to_half  # noqa: E402
+from rope_ext import functionalize  # noqa: F401
+from rope_ext._info import build_info
+from rope_ext.llama import apply_rotary_emb, reshape_for_broadcast
+from rope_ext.weights import half_to_interleaved, interleaved_to_half
 
 __all__ = [
     "RotaryEmbedding",

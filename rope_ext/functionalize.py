@@ -1,8 +1,8 @@
 """How torch.compile and export see the in-place operators that take a complex table.
 
 Inductor cannot lower a mutating custom operator with a complex argument ("auto_functionalized_v2 was not removed"), so
-when a graph is functionalised `apply_` and `rotate_` become their `_cos_sin_` forms on the two halves of the table. These
-are views: nothing is copied, and the operator still writes into its own tensors.
+when a graph is functionalised `apply_` and `rotate_` become their `_cos_sin_` forms on the two halves of the table.
+These are views: nothing is copied, and the operator still writes into its own tensors.
 """
 
 from typing import Any

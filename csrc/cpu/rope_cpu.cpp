@@ -57,8 +57,8 @@ void check_position_values(const Call& call, const Params& p) {
   }
 }
 
-// Outputs of this size leave the caches before anybody reads them. Below, streaming loses up to 1.6x; above, it saves the
-// read of every line that is to be overwritten. In place the lines are there already.
+// Outputs of this size leave the caches before anybody reads them. Below, streaming loses up to 1.6x; above, it saves
+// the read of every line that is to be overwritten. In place the lines are there already.
 constexpr int64_t kStreamBytes = 16 * 1024 * 1024;
 
 // Below this many bytes moved per thread a parallel region costs more than it gains, with sleeping workers 60 us.

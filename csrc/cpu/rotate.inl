@@ -6,13 +6,13 @@
 // Bound: memory. x is read once and written once, 2 * sizeof(T) bytes per feature; the table adds 8 bytes per pair and
 // token, shared by all heads.
 //
-// Bits: each product and each sum is rounded on its own. With the compiler's default contraction to FMA a quarter of all
-// float32 results would change from one instruction set to the next, and differ from the reference.
+// Bits: each product and each sum is rounded on its own. With the compiler's default contraction to FMA a quarter of
+// all float32 results would change from one instruction set to the next, and differ from the reference.
 //
 // Included once per instruction set by rotate_<isa>.cpp, which defines ROPE_ISA, ROPE_VECTOR_BYTES and ROPE_TARGET.
 // The target is a region of this file, not a flag of the build: headers above it stay baseline code, so that no inline
-// function of theirs compiled for AVX-512 can be the copy that the linker keeps for everybody. Below it nothing of std::
-// is called, for the same reason.
+// function of theirs compiled for AVX-512 can be the copy that the linker keeps for everybody. Below it nothing of
+// std:: is called, for the same reason.
 #include <cstdint>
 #include <type_traits>
 #include <utility>
@@ -109,15 +109,18 @@ ROPE_INLINE void rotate_heads(const T* in, int64_t in_stride, T* out, int64_t ou
   if (N > 0) n = N;
   for (int64_t h = 0; h < count; ++h, in += in_stride, out += out_stride) {
     int64_t j = 0;
-    if constexpr (vectorised<T, A>(64)) j = rotate_span<Pairs<T, interleaved, 64 / sizeof(A)>>(in, out, half, c, s, j, n);
-    if constexpr (vectorised<T, A>(32)) j = rotate_span<Pairs<T, interleaved, 32 / sizeof(A)>>(in, out, half, c, s, j, n);
-    if constexpr (vectorised<T, A>(16)) j = rotate_span<Pairs<T, interleaved, 16 / sizeof(A)>>(in, out, half, c, s, j, n);
+    if constexpr (vectorised<T, A>(64))
+      j = rotate_span<Pairs<T, interleaved, 64 / sizeof(A)>>(in, out, half, c, s, j, n);
+    if constexpr (vectorised<T, A>(32))
+      j = rotate_span<Pairs<T, interleaved, 32 / sizeof(A)>>(in, out, half, c, s, j, n);
+    if constexpr (vectorised<T, A>(16))
+      j = rotate_span<Pairs<T, interleaved, 16 / sizeof(A)>>(in, out, half, c, s, j, n);
     if (N == 0 || !vectorised<T, A>(16)) rotate_scalar<T, interleaved>(in, 1, out, 1, half, c, s, j, n);
   }
 }
 
-// The same by way of a buffer in L1 that is written to memory in whole lines, around the caches: an ordinary store first
-// reads the line it will overwrite, a third more traffic.
+// The same by way of a buffer in L1 that is written to memory in whole lines, around the caches: an ordinary store
+// first reads the line it will overwrite, a third more traffic.
 template <class T, bool interleaved, class A>
 void stream_heads(const T* in, int64_t in_stride, T* out, int64_t out_stride, int64_t count, const A* c, const A* s,
                   int64_t n) {
@@ -181,7 +184,8 @@ ROPE_INLINE int64_t arrange_span(A* c, int64_t j, int64_t n) {
   for (; j + P::kPairs <= n; j += P::kPairs) {
     const V first = load_vector<V>(c + j), last = load_vector<V>(c + j + P::kPairs - N);
     store_vector(c + j, shuffle<typename LaneOrder<P>::template Of<0>, N>(first, last));
-    if constexpr (P::kVectors == 2) store_vector(c + j + N, shuffle<typename LaneOrder<P>::template Of<1>, N>(first, last));
+    if constexpr (P::kVectors == 2)
+      store_vector(c + j + N, shuffle<typename LaneOrder<P>::template Of<1>, N>(first, last));
   }
   return j;
 }
@@ -291,8 +295,9 @@ void rotate_rows(const Params& p, int64_t begin, int64_t end, bool stream) {
 template <class T, bool interleaved>
 void rotate_rows(const Params& p, int64_t begin, int64_t end, bool stream) {
   const DType x = std::is_same<T, double>::value ? DType::f64 : DType::f32;
-  return rotates_in_f64(x, p.table_dtype) ? rotate_rows<T, interleaved, double>(p, begin, end, stream)
-                                          : rotate_rows<T, interleaved, typename AccumulatorOf<T>::type>(p, begin, end, stream);
+  return rotates_in_f64(x, p.table_dtype)
+             ? rotate_rows<T, interleaved, double>(p, begin, end, stream)
+             : rotate_rows<T, interleaved, typename AccumulatorOf<T>::type>(p, begin, end, stream);
 }
 
 template <class T>

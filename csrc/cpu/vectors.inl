@@ -219,8 +219,8 @@ ROPE_INLINE Vec<uint16_t, 32> average(Vec<uint16_t, 32> a, Vec<uint16_t, 32> b) 
 #endif
 
 // The way back, rounded to nearest even: the kept half goes up where the lost half is above 0x8000, or equal to it and
-// the kept one is odd. That is the carry of lost + 0x7fff + (kept & 1). Where 16-bit lanes can be shuffled, both vectors
-// are rounded at once, which takes 6 instructions instead of 10: the top bit of an average is that carry.
+// the kept one is odd. That is the carry of lost + 0x7fff + (kept & 1). Where 16-bit lanes can be shuffled, both
+// vectors are rounded at once, which takes 6 instructions instead of 10: the top bit of an average is that carry.
 template <int N>
 ROPE_INLINE Vec<uint32_t, N> join_lanes(Vec<float, N> even, Vec<float, N> odd) {
   using U = Vec<uint32_t, N>;

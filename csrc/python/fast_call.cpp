@@ -1,6 +1,6 @@
-// torch.ops parses every call against the schema: 1 us, half of what a decode-size call may cost. Three plain tensors need
-// none of that. They go to the typed dispatcher handle, so that autograd, functorch, dispatch modes and fake tensors work
-// as ever; everything else (keywords, subclasses, torch function modes) takes the torch.ops road.
+// torch.ops parses every call against the schema: 1 us, half of what a decode-size call may cost. Three plain tensors
+// need none of that. They go to the typed dispatcher handle, so that autograd, functorch, dispatch modes and fake
+// tensors work as ever; everything else (keywords, subclasses, torch function modes) takes the torch.ops road.
 #include "fast_call.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -55,9 +55,9 @@ PyObject* apply(PyObject* /*module*/, PyObject* const* args, Py_ssize_t n, PyObj
 
 }  // namespace
 
-PyMethodDef kApplyMethods[] = {{"apply", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(apply)),
-                            METH_FASTCALL | METH_KEYWORDS,
-                            "apply($module, xq, xk, freqs_cis)\n--\n\ntorch.ops.rope.apply without parsing."},
-                               {}};
+PyMethodDef kApplyMethods[] = {
+    {"apply", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(apply)), METH_FASTCALL | METH_KEYWORDS,
+     "apply($module, xq, xk, freqs_cis)\n--\n\ntorch.ops.rope.apply without parsing."},
+    {}};
 
 }  // namespace rope
