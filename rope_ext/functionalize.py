@@ -17,7 +17,6 @@ def _real_form(name: str, tensors: int) -> None:
     in_place = getattr(torch.ops.rope, f"{name}_").default
     cos_sin = getattr(torch.ops.rope, f"{name}_cos_sin_").default
 
-    @in_place.py_functionalize_impl  # type: ignore[untyped-decorator]
     def rule(ctx: Any, *args: Any, **options: Any) -> None:
         x, freqs_cis, rest = args[:tensors], args[tensors], args[tensors + 1 :]
         names = ("positions", "interleaved", "rotary_dim", "conj")
@@ -29,6 +28,10 @@ def _real_form(name: str, tensors: int) -> None:
                 table, options["conj"] = table.conj(), not options["conj"]
             halves = torch.view_as_real(table)
             cos_sin(*x, halves[..., 0], halves[..., 1], **options)
+
+    # an operator outlives its Python module: after a second import the rule of the first one stands
+    if torch._C.DispatchKey.Functionalize not in in_place.py_kernels:
+        in_place.py_functionalize_impl(rule)
 
 
 _real_form("apply", 2)
