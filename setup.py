@@ -1,8 +1,9 @@
 """Builds two libraries: rope_ext/librope_ext.so, the operators without a Python symbol in them, and rope_ext/_C, the
 Python module that links it. Facts about the project are in pyproject.toml; here is only what depends on the machine.
 
-ROPE_EXT_CUDA=1 demands CUDA kernels and fails without them, ROPE_EXT_CUDA=0 leaves them out; unset, they are built where
-a CUDA build of torch and nvcc are found. TORCH_CUDA_ARCH_LIST and MAX_JOBS work as for any torch extension.
+ROPE_EXT_CUDA=1 demands CUDA kernels and fails without them, ROPE_EXT_CUDA=0 leaves them out; unset, they are built
+where a CUDA build of torch and nvcc are found. ROPE_EXT_SANITIZE=1 adds AddressSanitizer and UBSan. CXX, CUDA_HOME,
+TORCH_CUDA_ARCH_LIST and MAX_JOBS work as for any torch extension.
 """
 
 import os
@@ -10,9 +11,10 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
-from setuptools import setup
+import setuptools
 
 ROOT = Path(__file__).parent
 CSRC = Path("csrc")
@@ -27,12 +29,42 @@ except ImportError as error:
     sys.exit(
         f"rope_ext is compiled against the torch that it will run with, and this build cannot see one: {error}.\n"
         f"Install torch and the build tools first, then build without isolation:\n"
-        f"    pip install torch ninja setuptools wheel && {INSTALL}"
+        f"    pip install torch ninja 'setuptools>=77' && {INSTALL}"
     )
+if int(setuptools.__version__.split(".")[0]) < 77:  # would say that pyproject.toml is invalid
+    sys.exit(
+        f"rope_ext is built by setuptools 77 or later, found {setuptools.__version__}: pip install 'setuptools>=77'"
+    )
+if sys.platform != "linux":
+    sys.exit("rope_ext builds on Linux, with g++ or clang, and on nothing else yet")
+
+# ninja of this environment, activated or not
+os.environ["PATH"] += os.pathsep + sysconfig.get_path("scripts")
 
 
 def say(text):
     print(f"rope_ext: {text}", file=sys.stderr, flush=True)
+
+
+def output(*command):
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+# ---- the C++ compiler
+
+
+def compiler_macros():
+    """What the compiler defines by itself, or the end of the build with a sentence instead of distutils' traceback."""
+    # torch compiles with CXX or c++, distutils links with what Python was built with: let it be one compiler
+    command = os.environ.setdefault("CXX", "c++")
+    if shutil.which(command) is None:
+        sys.exit(f"rope_ext needs a C++ compiler, and {command!r} was not found: install g++ or set CXX to one")
+    dump = output(command, "-dM", "-E", "-x", "c++", os.devnull)
+    macros = dict(re.findall(r"^#define (\S+) (.*)$", dump, re.MULTILINE))
+    if "__clang__" not in macros and int(macros.get("__GNUC__", 0)) < 10:
+        sys.exit(f"rope_ext needs g++ 10 or later, or clang, as torch's headers do; {command!r} is older, or neither")
+    return macros
 
 
 # ---- CUDA, or not
@@ -42,10 +74,13 @@ DEFAULT_ARCHS = ["7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0"]
 
 
 def cuda_home():
-    """The toolkit's own folder. torch's guess follows the first nvcc on PATH, which may be a wrapper far from it."""
-    for home in (os.environ.get("CUDA_HOME"), cpp_extension.CUDA_HOME, "/usr/local/cuda"):
-        if home and Path(home, "bin", "nvcc").exists() and Path(home, "include", "cuda_runtime.h").exists():
-            return home
+    """The toolkit's folder, as nvcc tells it: the one on PATH, torch's guess, may be a wrapper far from its toolkit."""
+    homes = (os.environ.get("CUDA_HOME"), cpp_extension.CUDA_HOME, "/usr/local/cuda")
+    for nvcc in [Path(home, "bin", "nvcc") for home in homes if home]:
+        told = nvcc.exists() and re.search("_HERE_=(.+)", output(nvcc, "--dryrun", "-c", "-x", "cu", os.devnull))
+        home = Path(told.group(1)).parent if told else nvcc.parent.parent
+        if nvcc.exists() and (home / "include" / "cuda_runtime.h").exists():
+            return str(home)
     return None
 
 
@@ -68,8 +103,12 @@ def wants_cuda():
     return False
 
 
+def release(nvcc):
+    return re.search(r"release ([\d.]+)", output(nvcc, "--version")).group(1)
+
+
 def supported_archs(nvcc):
-    listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
+    listed = output(nvcc, "--list-gpu-arch")
     archs = [arch for arch in DEFAULT_ARCHS if f"compute_{arch.replace('.', '')}" in listed.split()]
     return ";".join(archs) + "+PTX"
 
@@ -84,10 +123,25 @@ def arch_names(arch_list):
 
 # ---- extensions
 
-# No contraction to FMA: results are the same bits on every instruction set. -fopenmp only makes at::parallel_for
-# parallel (it is a header); nothing links an OpenMP runtime, so the symbols resolve to the one torch has loaded.
-CXX = ["-O3", "-g0", "-ffp-contract=off", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wno-psabi", "-Wno-unknown-pragmas"]
+# No contraction to FMA: results are the same bits on every instruction set.
+CXX = ["-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wno-psabi", "-Wno-unknown-pragmas"]
+SANITIZE = ["-O1", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 NVCC = ["-O3", "--fmad=false", "--compress-mode=size", "-Xptxas", "-warn-spills,-warn-lmem-usage,-Werror"]
+
+
+def cxx_flags():
+    flags = list(CXX)
+    if "__clang__" in compiler_macros():
+        say("clang's OpenMP needs a runtime that torch does not load: this build uses one thread, one by g++ uses all")
+    else:
+        # Only makes at::parallel_for, a header, parallel: nothing links an OpenMP runtime, so that its symbols resolve
+        # to the one that torch has loaded.
+        flags.append("-fopenmp")
+    return flags + SANITIZE * sanitized()
+
+
+def sanitized():
+    return os.environ.get("ROPE_EXT_SANITIZE", "0") not in ("", "0")
 
 
 def sources(folder, pattern="*.cpp"):
@@ -95,16 +149,16 @@ def sources(folder, pattern="*.cpp"):
 
 
 def extensions():
-    macros = [("ROPE_VERSION", VERSION)]
+    # ROPE_TORCH is read by nobody: it makes ninja recompile when torch changes under the same path
+    macros = [("ROPE_VERSION", VERSION), ("ROPE_TORCH", torch.__version__)]
     files = sources(CSRC) + sources(CSRC / "cpu")
-    flags = {"cxx": CXX}
+    flags = {"cxx": cxx_flags()}
     make = cpp_extension.CppExtension
     if wants_cuda():
         cpp_extension.CUDA_HOME = os.environ["CUDA_HOME"] = home = cuda_home()
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", supported_archs(Path(home, "bin", "nvcc")))
-        toolkit = torch.version.cuda
         say(f"building CUDA kernels for {os.environ['TORCH_CUDA_ARCH_LIST']} with {home}")
-        macros += [("ROPE_CUDA_TOOLKIT", toolkit)]
+        macros += [("ROPE_CUDA_TOOLKIT", release(Path(home, "bin", "nvcc")))]
         macros += [("ROPE_CUDA_ARCHS", "|".join(arch_names(os.environ["TORCH_CUDA_ARCH_LIST"])))]
         files += sources(CSRC / "cuda") + sources(CSRC / "cuda", "*.cu")
         flags["nvcc"] = NVCC
@@ -114,13 +168,13 @@ def extensions():
         files,
         define_macros=macros,
         extra_compile_args=flags,
-        extra_link_args=["-Wl,-soname,librope_ext.so"],
-        depends=[str(path) for path in CSRC.rglob("*.*") if path.suffix in (".h", ".inl", ".cuh")],
+        extra_link_args=["-Wl,-soname,librope_ext.so", *SANITIZE * sanitized()],
     )
     library.libraries = [name for name in library.libraries if name != "torch_python"]
     module = cpp_extension.CppExtension(
         MODULE,
         sources(CSRC / "python"),
+        define_macros=macros,
         libraries=["rope_ext"],
         extra_compile_args=["-g0", "-fvisibility=hidden"],
         extra_link_args=["-Wl,-rpath,$ORIGIN"],
@@ -131,6 +185,11 @@ def extensions():
 class Build(cpp_extension.BuildExtension):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **{"use_ninja": shutil.which("ninja") is not None, **kwargs})
+
+    def finalize_options(self):
+        super().finalize_options()
+        # ninja knows what is out of date; distutils, by the times of sources, would miss another torch or other flags
+        self.force = True
 
     def get_ext_filename(self, fullname):
         if fullname.split(".")[-1] == LIBRARY.split(".")[-1]:
@@ -143,10 +202,12 @@ class Build(cpp_extension.BuildExtension):
         super().build_extension(ext)
 
     def run(self):
+        if self.editable_mode:  # not in pip's temporary folder: the next build compiles only what has changed
+            self.build_temp = os.path.join("build", f"temp.{self.plat_name}-{sys.implementation.cache_tag}")
         super().run()
         # read before _C is loaded, so that another torch meets one sentence instead of an undefined symbol
         note = Path(self.get_ext_fullpath(MODULE)).with_name("_built_for.py")
         note.write_text(f'"""Written by setup.py."""\n\nTORCH = "{torch.__version__}"\n')
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": Build})
+setuptools.setup(ext_modules=extensions(), cmdclass={"build_ext": Build})

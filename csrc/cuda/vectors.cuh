@@ -42,18 +42,6 @@ __device__ __forceinline__ void store(char* address, Word<Bytes> word) {
   *reinterpret_cast<Word<Bytes>*>(address) = word;
 }
 
-// N values of a table, which no kernel writes, by as few loads of at most 16 bytes as they fit in.
-template <typename T, int N>
-__device__ __forceinline__ void load_table(const char* address, T (&values)[N]) {
-  constexpr int bytes = sizeof(T) * N < 16 ? static_cast<int>(sizeof(T)) * N : 16;
-  constexpr int per_load = bytes / static_cast<int>(sizeof(T));
-#pragma unroll
-  for (int i = 0; i < N; i += per_load) {
-    const Word<bytes> word = __ldg(reinterpret_cast<const Word<bytes>*>(address + i * sizeof(T)));
-    memcpy(&values[i], &word, bytes);
-  }
-}
-
 // Two 16-bit values share a 32-bit register, the first in the low half.
 template <typename T>
 struct Pair;
@@ -62,7 +50,7 @@ template <>
 struct Pair<__half> {
   static __device__ __forceinline__ float2 widen(unsigned int bits) {
     __half2 pair;
-    memcpy(&pair, &bits, 4);
+    memcpy(static_cast<void*>(&pair), &bits, 4);
     return __half22float2(pair);
   }
   static __device__ __forceinline__ unsigned int narrow(float first, float second) {
@@ -99,11 +87,13 @@ struct Pair<__nv_bfloat16> {
   }
 };
 
-template <typename T, typename A, int N>
-__device__ __forceinline__ void widen(const Word<sizeof(T) * N>& word, A (&values)[N]) {
+// The elements of a vector, exactly.
+template <typename T, typename W, typename A>
+__device__ __forceinline__ void widen(const W& word, A* values) {
+  constexpr int N = sizeof(W) / sizeof(T);
   if constexpr (sizeof(T) == 2) {
     unsigned int bits[(N + 1) / 2] = {};
-    memcpy(bits, &word, sizeof(T) * N);
+    memcpy(bits, &word, sizeof(W));
 #pragma unroll
     for (int i = 0; i < N; i += 2) {
       const float2 pair = Pair<T>::widen(bits[i / 2]);
@@ -112,9 +102,20 @@ __device__ __forceinline__ void widen(const Word<sizeof(T) * N>& word, A (&value
     }
   } else {
     T elements[N];
-    memcpy(elements, &word, sizeof(T) * N);
+    memcpy(elements, &word, sizeof(W));
 #pragma unroll
     for (int i = 0; i < N; ++i) values[i] = elements[i];
+  }
+}
+
+// N neighbouring values of a table, which no kernel writes, by loads of up to 16 bytes.
+template <typename T, int N>
+__device__ __forceinline__ void load_table(const char* address, float* values) {
+  constexpr int bytes = sizeof(T) * N < 16 ? sizeof(T) * N : 16;
+  constexpr int per_load = bytes / sizeof(T);
+#pragma unroll
+  for (int i = 0; i < N; i += per_load) {
+    widen<T>(__ldg(reinterpret_cast<const Word<bytes>*>(address + i * sizeof(T))), values + i);
   }
 }
 

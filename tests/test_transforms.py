@@ -1,0 +1,198 @@
+"""torch.func: grad, vjp, jvp, vmap and their compositions, of x and of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+from cases import F32, F64, each_dtype, each_pairing, place_pair, random_rows, random_table
+from harness import assert_same, op
+from rope_ext import reference
+
+C128 = torch.complex128
+
+
+def x_and_table(device: str, dtype: torch.dtype = F64) -> tuple[Tensor, Tensor]:
+    return place_pair("sliced", (2, 5, 3, 8), dtype, device)[0], random_table((5, 4), C128, device)
+
+
+def norm_of(rotate: Callable) -> Callable[[Tensor, Tensor], Tensor]:
+    weight = torch.linspace(0.3, 2, 8, dtype=F64)
+    return lambda x, table: (rotate(x, table).square() * weight.to(x.device)).sum()
+
+
+@each_pairing
+def test_grad(interleaved: bool, device: str) -> None:
+    x, table = x_and_table(device)
+    mine, theirs = (
+        grad(norm_of(lambda x, t, f=f: f(x, t, None, interleaved)), argnums=(0, 1))(x, table)
+        for f in (op("rotate"), reference.rotate)
+    )
+    torch.testing.assert_close(mine, theirs)
+
+
+@each_pairing
+def test_vjp_and_jvp(interleaved: bool, device: str) -> None:
+    x, table = x_and_table(device)
+    cotangent, *tangents = torch.randn_like(x), torch.randn_like(x), torch.randn_like(table)
+    found = []
+    for rotate in (op("rotate"), reference.rotate):
+
+        def function(x: Tensor, table: Tensor, rotate: Callable = rotate) -> Tensor:
+            return rotate(x, table, None, interleaved)
+
+        out, pullback = vjp(function, x, table)
+        found.append((out, pullback(cotangent), jvp(function, (x, table), tuple(tangents))))
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_composed_transforms(device: str) -> None:
+    x, table = (t[:1] if t.ndim == 2 else t[:1, :1] for t in x_and_table(device))
+    scalar, scalar_reference = (norm_of(f) for f in (op("rotate"), reference.rotate))
+    for transform in (jacrev, jacfwd, hessian, lambda f: jacfwd(jacrev(f)), lambda f: jacrev(jacfwd(f))):
+        actual = transform(lambda x: scalar(x, table))(x)
+        expected = transform(lambda x: scalar_reference(x, table))(x)
+        torch.testing.assert_close(actual, expected)
+    per_sample = vmap(grad(scalar), in_dims=(0, None))
+    xs = torch.stack((x, 2 * x, -x))
+    torch.testing.assert_close(per_sample(xs, table), torch.stack([grad(scalar_reference)(x, table) for x in xs]))
+
+
+VMAPS = {
+    # the row form of one call; then the dimension of xq, of xk, of the table and of the positions that is mapped
+    "q-and-k": ("rows", (0, 0, None, None)),
+    "q-at-3": ("rows-shared", (3, None, None, None)),
+    "k-at-4": ("rows", (None, 4, None, None)),
+    "k-beside-ids": ("ids", (None, 1, None, None)),
+    "q-and-k-beside-rows-by-sample": ("rows-by-sample", (0, 2, None, None)),
+    "q-beside-ids-by-sample": ("ids-by-sample", (1, None, None, None)),
+    "table": ("rows", (None, None, 1, None)),
+    "table-by-sample": ("rows-by-sample", (None, 0, 2, None)),
+    "all": ("ids", (1, 2, 0, 1)),
+    "positions": ("ids", (None, None, None, 0)),
+    "q-and-positions-by-sample": ("ids-by-sample", (2, None, None, 1)),
+}
+
+
+@each_pairing
+@each_dtype
+@pytest.mark.parametrize("cos_sin", (False, True), ids=("complex", "cos-sin"))
+@pytest.mark.parametrize("name", VMAPS)
+def test_vmap(name: str, cos_sin: bool, dtype: torch.dtype, interleaved: bool, device: str) -> None:
+    form, dims = VMAPS[name]
+    q, k = place_pair("sliced", (2, 5, 3, 8), dtype, device)
+    table, positions = random_rows(form, (2, 5, 3, 8), 4, device=device)
+
+    def mapped(x: Tensor | None, dim: int | None) -> Tensor | None:
+        if x is None or dim is None:
+            return x
+        return torch.stack((x, 2 * x, -x) if x.is_floating_point() or x.is_complex() else (x, 10 - x, x.flip(-1)), dim)
+
+    def call(q: Tensor, k: Tensor, table: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        if cos_sin:
+            return op("apply_cos_sin")(q, k, table.real, table.imag, positions, interleaved)
+        return op("apply")(q, k, table, positions, interleaved)
+
+    inputs = [mapped(x, dim) for x, dim in zip((q, k, table, positions), dims, strict=True)]
+    actual = vmap(call, in_dims=dims)(*inputs)
+    for i in range(3):
+        one = [x if x is None or dim is None else x.select(dim, i) for x, dim in zip(inputs, dims, strict=True)]
+        for out, want in zip(actual, reference.apply(*one, interleaved), strict=True):
+            assert_same(out[i].contiguous(), want.contiguous(), f"{name}, {i}")
+
+
+@each_pairing
+def test_vmap_of_vmap_of_packed_tokens(interleaved: bool, device: str) -> None:
+    x = torch.randn(2, 4, 7, 3, 8, device=device)
+    table = random_table((4, 7, 4), device=device)
+    rotate = vmap(vmap(lambda x, t: op("rotate")(x, t, None, interleaved)), in_dims=(0, None))
+    expected = torch.stack(
+        [torch.stack([reference.rotate(x[i, j], table[j], None, interleaved) for j in range(4)]) for i in range(2)]
+    )
+    assert_same(rotate(x, table).contiguous(), expected)
+
+
+@pytest.mark.parametrize("size", (1, 3))
+def test_vmap_raises_what_the_call_raises(size: int, device: str) -> None:
+    x = torch.randn(size, 2, 5, 3, 8, device=device)
+    short, narrow = random_table((4, 4), device=device), random_table((5, 2), device=device)
+    with pytest.raises(ValueError, match=r"rope::rotate: .*4 rows for a sequence of 5"):
+        vmap(lambda x: op("rotate")(x, short))(x)
+    with pytest.raises(ValueError, match=r"rope::rotate: .*head_dim"):
+        vmap(lambda x: op("rotate")(x[..., :5], narrow))(x)
+
+
+def test_vmap_over_nothing_but_conj(device: str) -> None:
+    x = torch.randn(3, 2, 5, 3, 8, device=device)
+    table = random_table((5, 4), device=device)
+    actual = vmap(lambda x: op("rotate")(x, table.conj()))(x)
+    assert_same(actual.contiguous(), torch.stack([reference.rotate(x, table, conj=True) for x in x]))
+
+
+@pytest.mark.parametrize("form", ("rotate_", "rotate_cos_sin_"))
+@pytest.mark.parametrize("transform", ("grad", "vjp", "jvp", "vmap", "functionalize"))
+def test_in_place_under_transforms_is_right_or_refused(transform: str, form: str, device: str) -> None:
+    x = (
+        torch.randn(2, 2, 5, 3, 8, device=device)[:, 0]
+        if transform == "vmap"
+        else torch.randn(2, 5, 3, 8, device=device)
+    )
+    table = random_table((5, 4), device=device)
+
+    def function(rotate: Callable) -> Callable[[Tensor], Tensor]:
+        return lambda x: rotate((x * 2).view(1, *x.shape) if x.ndim == 3 else x * 2).square().sum(-1)
+
+    def in_place(y: Tensor) -> Tensor:
+        op(form)(y, *((table,) if form == "rotate_" else (table.real, table.imag)))
+        return y
+
+    def transformed(f: Callable) -> object:
+        return {
+            "grad": lambda: grad(lambda x: f(x).sum())(x),
+            "vjp": lambda: vjp(f, x)[1](torch.ones(2, 5, 3, device=device)),
+            "jvp": lambda: jvp(f, (x,), (torch.ones_like(x),)),
+            "vmap": lambda: vmap(f)(x),
+            "functionalize": lambda: torch.func.functionalize(f)(x),
+        }[transform]()
+
+    expected = transformed(function(lambda y: reference.rotate(y, table)))
+    try:
+        actual = transformed(function(in_place))
+    except RuntimeError as error:
+        assert "rope::" in str(error), "refused, but without saying what"
+        return
+    torch.testing.assert_close(actual, expected)
+
+
+def test_per_sample_gradients_of_a_module(device: str) -> None:
+    """The job that vmap(grad(...)) is used for."""
+
+    class Projection(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(6, 24, device=device, dtype=F64)
+
+        def forward(self, x: Tensor, rotate: Callable) -> Tensor:
+            return rotate(self.linear(x).unflatten(-1, (3, 8)), table)
+
+    module, table = Projection(), random_table((5, 4), C128, device)
+    parameters, x = dict(module.named_parameters()), torch.randn(4, 5, 6, dtype=F64, device=device)
+
+    def loss(parameters: dict, x: Tensor, rotate: Callable) -> Tensor:
+        return functional_call(module, parameters, (x[None], rotate)).pow(3).sum()
+
+    actual, expected = (vmap(lambda x, f=f: grad(loss)(parameters, x, f))(x) for f in (op("rotate"), reference.rotate))
+    assert actual["linear.weight"].shape == (4, 24, 6)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_float32_is_what_the_op_computes(device: str) -> None:
+    """Under a transform as outside of one: the same kernel, the same bits."""
+    x, table = place_pair("sliced", (2, 5, 3, 8), F32, device)[0], random_table((5, 4), device=device)
+    out, pullback = vjp(lambda x: op("rotate")(x, table), x)
+    assert_same(out, reference.rotate(x, table))
+    assert_same(pullback(out)[0], reference.rotate(out, table, conj=True))
