@@ -1,9 +1,10 @@
 // Lazy conj and neg views. The dispatcher's own fallback would copy the whole table at every call (43 ms against
 // 0.16 ms for one token of a long table), so the kernels read such tables through, with a sign flipped.
+#include <ATen/core/Tensor.h>
 #include <ATen/ops/resolve_neg.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include "call.h"
+#include "checks.h"
 
 namespace rope {
 namespace {
@@ -11,16 +12,25 @@ namespace {
 struct Negative {
   static Outputs run(const Call& call) {
     c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::Negative);
-    // In place: rotation is linear, so rotating what lies in memory rotates its lazy negative too.
-    if (call.in_place) return dispatch(call);
-    Outputs x;
+    const auto is_neg = [](const at::Tensor* t) { return t && t->is_neg(); };
+    if (!is_neg(call.x[0]) && !is_neg(call.x[1])) return dispatch(call);
+
+    // A lazily negated x is rare: rotate what it stands for.
+    if (call.in_place) check<c10::SymInt>(call);
     Call resolved = call;
+    resolved.in_place = false;
+    Outputs x;
     for (const int i : {0, 1}) {
       if (!call.x[i]) continue;
       x[i] = at::resolve_neg(*call.x[i]);
       resolved.x[i] = &x[i];
     }
-    return dispatch(resolved);
+    Outputs out = dispatch(resolved);
+    if (!call.in_place) return out;
+    for (const int i : {0, 1}) {
+      if (call.x[i]) call.x[i]->copy_(out[i]);
+    }
+    return {};
   }
 };
 

@@ -71,8 +71,8 @@ Params pack(const Call& call, const Outputs& out) {
   p.rows = *(table.sizes().end() - 2);
   if (call.complex_table()) {
     const auto* data = static_cast<const char*>(table.const_data_ptr());
-    p.cos = factor(table, data, 2, false);
-    p.sin = factor(table, data + element_size(p.table_dtype), 2, table.is_conj());
+    p.cos = factor(table, data, 2, table.is_neg());
+    p.sin = factor(table, data + element_size(p.table_dtype), 2, table.is_conj() != table.is_neg());
   } else {
     const auto& sin = *call.table[1];
     p.cos = factor(table, table.const_data_ptr(), 1, table.is_neg());

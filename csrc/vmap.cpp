@@ -42,9 +42,9 @@ int64_t map_size(std::initializer_list<Batched> tensors) {
 
 struct Vmap {
   static Outputs run(const Call& call) {
-    Call logical = call;  // as one sample sees it; overlaps are for the kernel below, which has real strides
-    logical.in_place = false;
-    check<c10::SymInt>(logical);
+    // Samples that share memory, and refusals after the first of them was written, cannot be told from here.
+    TORCH_CHECK(!call.in_place, call.op, ": vmap cannot write in place; use the op without the underscore");
+    check<c10::SymInt>(call);  // as one sample sees it
 
     const auto* maybe_positions = call.positions ? &*call.positions : nullptr;
     const int64_t level = innermost_level({call.x[0], call.x[1], call.table[0], call.table[1], maybe_positions});
@@ -70,26 +70,27 @@ struct Vmap {
                          call.interleaved,
                          call.rotary_dim,
                          call.conj,
-                         call.in_place})[0];
+                         false})[0];
       };
       if (!x[i].dim && !rows_mapped) {
         out[i] = rotate(x[i].tensor, table[0].tensor, table[1].tensor, positions.tensor);
-      } else if (rows_shared && !call.in_place) {
+      } else if (rows_shared) {
         const auto moved = x[i].tensor.movedim(*x[i].dim, 0);
         const bool packed = moved.dim() == 4;  // (map, tokens, heads, head_dim) is a batch already
         const auto y = rotate(packed ? moved : moved.flatten(0, 1), table[0].tensor, table[1].tensor, positions.tensor);
         out[i] = at::functorch::makeBatched(packed ? y : y.unflatten_symint(0, {moved.sym_size(0), moved.sym_size(1)}),
                                             0, level);
       } else {
-        TORCH_CHECK(x[i].dim || !call.in_place, call.op, ": ", call.x_name(i),
-                    " is one tensor for all samples of vmap, but the table or the positions differ between them: it "
-                    "cannot be rotated in place; use the op without the underscore");
+        const int64_t samples = map_size({x[i], table[0], table[1], positions});
         std::vector<at::Tensor> results;
-        for (int64_t v = 0; v < map_size({x[i], table[0], table[1], positions}); ++v) {
+        for (int64_t v = 0; v < samples; ++v) {
           results.push_back(rotate(x[i].at(v), table[0].at(v), call.complex_table() ? at::Tensor() : table[1].at(v),
                                    call.positions ? positions.at(v) : at::Tensor()));
         }
-        if (!call.in_place) out[i] = at::functorch::makeBatched(at::stack(results), 0, level);
+        auto shape = call.x[i]->sym_sizes().vec();
+        shape.insert(shape.begin(), 0);
+        out[i] =
+            at::functorch::makeBatched(samples ? at::stack(results) : x[i].tensor.new_empty_symint(shape), 0, level);
       }
     }
     return out;

@@ -1,12 +1,22 @@
 #include "isa.h"
 
 #include <ATen/Version.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include <algorithm>
 #include <cctype>
 
 namespace rope::cpu {
 namespace {
+
+#if defined(__x86_64__)
+bool has_f16c() {  // clang below 18 and GCC below 11 do not know it by name
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
 
 struct Level {
   Isa isa;
@@ -17,12 +27,11 @@ const Level kLevels[] = {
     {{"default", isa_default::rotate_rows}, [] { return true; }},
 #if defined(__x86_64__)
     {{"avx2", isa_avx2::rotate_rows},
-     [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }},
+     [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c(); }},
     {{"avx512", isa_avx512::rotate_rows},
      [] {
        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-              __builtin_cpu_supports("f16c");
+              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && has_f16c();
      }},
 #endif
 };

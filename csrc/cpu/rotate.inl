@@ -17,10 +17,14 @@
 #include <type_traits>
 #include <utility>
 #if defined(__x86_64__)
+#if !defined(__clang__)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // in GCC's own header
+#endif
 #include <immintrin.h>
+#if !defined(__clang__)
 #pragma GCC diagnostic pop
+#endif
 #endif
 
 #include "isa.h"
