@@ -1,5 +1,7 @@
 """What the CUDA kernels must do, apart from speed. Usage: behaviour.py cuda|cpu bits|behaviour|selection
 
+A stage of gpu_check.py, which puts this repository on the PYTHONPATH.
+
 On "cpu" it is a rehearsal: the same calls on the CPU, where a graph is replayed by calling again.
 """
 
@@ -29,9 +31,11 @@ def moved(x: Tensor) -> Tensor:
     """The same view of a copy of its whole storage on the device: strides, offset and lazy bits stay."""
     if x.numel() == 0:
         return x.to(DEVICE)
-    plain = x.conj() if x.is_conj() else torch._neg_view(x) if x.is_neg() else x
+    plain = x.conj() if x.is_conj() else x
+    plain = torch._neg_view(plain) if plain.is_neg() else plain
     there = whole_storage(plain).to(DEVICE).as_strided(plain.shape, plain.stride(), plain.storage_offset())
-    return there.conj() if x.is_conj() else torch._neg_view(there) if x.is_neg() else there
+    there = there.conj() if x.is_conj() else there
+    return torch._neg_view(there) if x.is_neg() else there
 
 
 def arguments(given: Inputs) -> list[object]:

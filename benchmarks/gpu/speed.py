@@ -1,4 +1,5 @@
 """Times the CUDA kernels. Usage: speed.py cuda|cpu. One JSON line per measurement goes to the file $GPU_CHECK_ROWS.
+A stage of gpu_check.py, which puts this repository on the PYTHONPATH.
 
 Every measurement runs over as many sets of buffers as it takes to leave the L2 behind, in a CUDA graph, so that neither
 a warm cache nor the launch of a kernel from Python flatters or hides anything; what cannot be captured is timed as it

@@ -14,6 +14,7 @@
 // Positions are checked in release builds too: a wrong one would read past the table.
 #undef NDEBUG
 #include <cassert>
+#include <type_traits>
 
 #include "../rope_params.h"
 #include "vectors.cuh"
@@ -121,6 +122,16 @@ __device__ __forceinline__ int64_t add_product(int64_t sum, int index, int strid
 #endif
 }
 
+// The address of a vector of x. nvcc must be told again that it is global memory, or it emits generic accesses.
+__device__ __forceinline__ char* vector_at(const char* first, int vectors) {
+#if defined(__CUDA_ARCH__)
+  const int64_t address = add_product(static_cast<int64_t>(__cvta_generic_to_global(first)), vectors, 16);
+  return static_cast<char*>(__cvta_global_to_generic(address));
+#else
+  return const_cast<char*>(first) + int64_t{vectors} * 16;
+#endif
+}
+
 // The offset of this block's token. Index is the type that indices and strides are known to fit in.
 template <typename Index>
 __device__ __forceinline__ int64_t token_offset(int64_t batch_stride, int64_t token_stride) {
@@ -198,7 +209,7 @@ __global__ void __launch_bounds__(kMaxThreads) rotate_vectors(const __grid_const
 #pragma unroll
   for (int u = 0; u < HeadsPerThread; ++u) {
     if (u == 0 || head + u * rows < x.heads) {
-      const char* in = token_in + add_product(0, at, 16);
+      const char* in = vector_at(token_in, at);
       words[u][0] = load<16>(in);
       words[u][1] = load<16>(in + partner);
     }
@@ -232,7 +243,7 @@ __global__ void __launch_bounds__(kMaxThreads) rotate_vectors(const __grid_const
 #pragma unroll
   for (int u = 0; u < HeadsPerThread; ++u) {
     if (u == 0 || head + u * rows < x.heads) {
-      char* out = token_out + add_product(0, at, 16);
+      char* out = vector_at(token_out, at);
       store<16>(out, words[u][0]);
       store<16>(out + partner, words[u][1]);
     }

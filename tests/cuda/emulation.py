@@ -192,7 +192,7 @@ def pack(inputs: Inputs, xs: Sequence[Tensor], outs: Sequence[Tensor], memory: M
         for part, factor in enumerate((p.cos, p.sin)):
             factor.data = memory.address(cos) + part * cos.element_size() // 2
             factor.stride[:] = strides(cos, 3, 2)
-        p.sin.negate = cos.is_conj()
+        p.cos.negate, p.sin.negate = cos.is_neg(), cos.is_conj() != cos.is_neg()
     p.sin.negate ^= inputs.conj
     p.rows = cos.shape[-2]
     if inputs.positions is not None:

@@ -121,6 +121,8 @@ def launcher_calls() -> Iterator[Call]:
         given = inputs((2, 3, 4, 64), 2, dtype, torch.complex64, False)
         yield Call(f"lazy-conj-{dtype}", given._replace(table=given.table.conj()))
         yield Call(f"lazy-conj-conj-{dtype}", given._replace(table=given.table.conj(), conj=True))
+        yield Call(f"lazy-neg-{dtype}", given._replace(table=torch._neg_view(given.table)))
+        yield Call(f"lazy-neg-conj-{dtype}", given._replace(table=torch._neg_view(given.table.conj())))
     for rows in ("index", "by-sample", "int64"):
         for width, dtype in ((64, BF16), (66, F32)):
             given = inputs((5, 7, 37, width), 11, dtype, torch.complex64, False, rows=rows)
