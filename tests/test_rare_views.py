@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from cases import random_table
 from torch import Tensor
 from torch.func import vmap
 
 import rope_ext  # noqa: F401
+from cases import random_table
 from rope_ext import reference
 
 ops = torch.ops.rope
