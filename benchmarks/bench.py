@@ -99,15 +99,17 @@ def main() -> None:
     else:
         chosen = [setting for name, setting in available.items() if not arguments.only or name in arguments.only]
         found = measure(chosen, ["--quick"] if arguments.quick else [], arguments.repeat)
-    tables.show(found)
-    targets.show(found)
+    out = tables.console()
+    tables.show(found, out)
+    targets.show(found, out)
     whole = not arguments.quick and not arguments.only and not arguments.source
     path = arguments.json or arguments.source or (RESULTS if whole else None)
     if path:
         if not arguments.source:
             found.write(path)
+        path.with_suffix(".txt").write_text("\n".join(line.rstrip() for line in out.export_text().splitlines()) + "\n")
         plots.draw(found, path)
-        print(f"wrote {path} and plots beside it")
+        print(f"wrote {path}, the same as text, and plots beside it")
 
 
 if __name__ == "__main__":

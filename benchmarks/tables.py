@@ -13,8 +13,8 @@ from benchmarks.results import ONE, Record, Results, unique
 
 
 def console() -> Console:
-    """As wide as the terminal, or as the tables where there is none."""
-    return Console(width=shutil.get_terminal_size().columns if sys.stdout.isatty() else 150)
+    """As wide as the terminal, or as the tables where there is none. Keeps what it prints, for a file."""
+    return Console(width=shutil.get_terminal_size().columns if sys.stdout.isatty() else 150, record=True)
 
 
 def size(nbytes: float) -> str:
@@ -89,8 +89,7 @@ def bandwidth(results: Results, out: Console) -> None:
         out.print(table)
 
 
-def show(results: Results) -> None:
-    out = console()
+def show(results: Results, out: Console) -> None:
     m = results.machine
     sizes = ", ".join(f"{name} {size(held)}" for name, held in m["caches"].items())
     info = m["rope_ext"]

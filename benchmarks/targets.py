@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rich.console import Console
 from rich.table import Table
 
 from benchmarks.block import CASES as BLOCKS
 from benchmarks.cases import MAIN, Case
 from benchmarks.contenders import CLONES, NEG
 from benchmarks.results import ALL, BLOCK, ONE, WARM, Record, Results
-from benchmarks.tables import console
 
 Point = tuple[str, int]  # phase, tokens
 Who = tuple[str, str]  # setting, contender
@@ -119,7 +119,7 @@ def blocks(results: Results) -> dict[str, Ratios]:
     return found
 
 
-def show(results: Results) -> None:
+def show(results: Results, out: Console) -> None:
     table = Table(title="targets, ratios of medians (of 10th percentiles)", title_justify="left")
     for name in ("", "dtype", "target", "measured", ""):
         table.add_column(name)
@@ -150,4 +150,4 @@ def show(results: Results) -> None:
         verdict = "[green]met[/]" if equal == len(promised) else "[red]not met[/]"
         text = f"{equal} of {len(promised)} results, {settings} settings"
         table.add_row("bits equal to the reference", "all", "all", text, verdict)
-    console().print(table)
+    out.print(table)

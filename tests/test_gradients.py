@@ -211,6 +211,26 @@ def test_forward_mode_of_both_inputs(interleaved: bool, device: str) -> None:
     torch.testing.assert_close(k.tangent, reference.rotate(pair[1], tangents[1], None, interleaved))
 
 
+@each_pairing
+def test_one_leaf_in_several_places(interleaved: bool, device: str) -> None:
+    """As q and as k, as cos and as sin, behind a lazy conjugate and a lazy negative: the parts add up."""
+    x = torch.randn(2, 5, 3, 8, dtype=F64, device=device, requires_grad=True)
+    table = torch.randn(5, 4, dtype=C128, device=device, requires_grad=True)
+    cos = torch.randn(5, 4, dtype=F64, device=device, requires_grad=True)
+
+    def total(apply: Callable, rotate_cos_sin: Callable) -> Tensor:
+        q, k = apply(x, x, table.conj(), None, interleaved)
+        twice = rotate_cos_sin(x, cos, cos, None, interleaved)
+        negative = rotate_cos_sin(x, cos, torch._neg_view(cos), None, interleaved)
+        return q.pow(3).sum() + k.square().sum() + twice.square().sum() + negative.pow(3).sum()
+
+    grads = [
+        torch.autograd.grad(total(*functions), (x, table, cos))
+        for functions in ((op("apply"), op("rotate_cos_sin")), (reference.apply, reference.rotate_cos_sin))
+    ]
+    torch.testing.assert_close(*grads)
+
+
 def test_no_grad_and_inference_mode_make_no_graph(device: str) -> None:
     x = torch.randn(2, 5, 3, 8, device=device, requires_grad=True)
     table = random_table((5, 4), device=device)

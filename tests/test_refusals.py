@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cases import BF16, F16, F32, F64, place_pair, random_table
+from cases import BF16, F16, F32, F64, place_pair, random_table, short
 from harness import op, snapshot
 
 C64 = torch.complex64
@@ -88,6 +88,10 @@ def cos_sin(cos: Spec, sin: Spec) -> dict[str, tuple[Spec, Spec]]:
     return {"table": (cos, sin)}
 
 
+def by(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
 SLICE = "freqs_cis[start_pos : start_pos + seqlen]"
 REBUILD = ("freqs_cis", "complex64", ".to(", "imaginary", "rebuild")
 PACKED = {"xq": Spec((7, 3, 8)), "xk": Spec((7, 5, 8))}
@@ -99,7 +103,7 @@ EMPTY = {"xq": Spec((0, 11, 3, 8)), "xk": Spec((0, 11, 5, 8))}
 REFUSALS = (
     # dtypes
     *(
-        Refusal(f"freqs-{dtype}", TypeError, (*REBUILD, str(dtype)), table=Spec((11, 4), dtype))
+        Refusal(f"freqs-{short(dtype)}", TypeError, (*REBUILD, str(dtype)), table=Spec((11, 4), dtype))
         for dtype in (F32, F64, F16, BF16)
     ),
     Refusal("freqs-view-as-real", TypeError, (*REBUILD, "torch.float32"), table=Spec((11, 4, 2))),
@@ -111,7 +115,7 @@ REFUSALS = (
     ),
     Refusal("freqs-int64", TypeError, ("freqs_cis", "complex64", "torch.int64"), table=Spec((11, 4), torch.int64)),
     *(
-        Refusal(f"x-{dtype}", TypeError, ("float16, bfloat16, float32 or float64", str(dtype)), **x_of(dtype))
+        Refusal(f"x-{short(dtype)}", TypeError, ("float16, bfloat16, float32 or float64", str(dtype)), **x_of(dtype))
         for dtype in (torch.int64, torch.bool, torch.uint8, C64, torch.float8_e4m3fn)
     ),
     Refusal("xk-int64", TypeError, ("xk", "torch.int64"), **xk_of(2, 11, 5, 8, dtype=torch.int64)),
@@ -127,7 +131,11 @@ REFUSALS = (
     ),
     *(
         Refusal(
-            f"ids-{dtype}", TypeError, ("positions", "int64", str(dtype)), positions=Spec((11,), dtype), **IDS_TABLE
+            f"ids-{short(dtype)}",
+            TypeError,
+            ("positions", "int64", str(dtype)),
+            positions=Spec((11,), dtype),
+            **IDS_TABLE,
         )
         for dtype in (F32, torch.int16, torch.uint8, torch.bool)
     ),
@@ -177,12 +185,12 @@ REFUSALS = (
         for s in ((), (4,), (2, 11, 1, 4))
     ),
     *(
-        Refusal(f"sin-{s}", ValueError, ("cos and sin", "[11, 4]", str(list(s))), **cos_sin(Spec((11, 4)), Spec(s)))
+        Refusal(f"sin-{by(s)}", ValueError, ("cos and sin", "[11, 4]", str(list(s))), **cos_sin(Spec((11, 4)), Spec(s)))
         for s in ((12, 4), (11, 1), (1, 11, 4))
     ),
     # positions
     *(
-        Refusal(f"ids-{s}", ValueError, ("positions", str(list(s))), positions=Spec(s, torch.int64), **IDS_TABLE)
+        Refusal(f"ids-{by(s)}", ValueError, ("positions", str(list(s))), positions=Spec(s, torch.int64), **IDS_TABLE)
         for s in ((12,), (3,), (1,), (2, 12), (3, 11), (11, 2), (), (2, 11, 1))
     ),
     Refusal(

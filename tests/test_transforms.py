@@ -116,6 +116,12 @@ def test_vmap_of_vmap_of_packed_tokens(interleaved: bool, device: str) -> None:
     assert_same(rotate(x, table).contiguous(), expected)
 
 
+def test_vmap_over_no_samples(device: str) -> None:
+    x, tables = torch.empty(0, 2, 5, 3, 8, device=device), torch.empty(0, 5, 4, dtype=torch.complex64, device=device)
+    assert vmap(lambda x: op("rotate")(x, random_table((5, 4), device=device)), randomness="same")(x).shape == x.shape
+    assert vmap(op("rotate"))(x, tables).shape == x.shape
+
+
 @pytest.mark.parametrize("size", (1, 3))
 def test_vmap_raises_what_the_call_raises(size: int, device: str) -> None:
     x = torch.randn(size, 2, 5, 3, 8, device=device)
