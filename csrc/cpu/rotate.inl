@@ -216,15 +216,16 @@ T* at(T* x, const int64_t (&stride)[4], int64_t batch, int64_t token, int64_t he
   return x + batch * stride[0] + token * stride[1] + head * stride[2];
 }
 
-// Features rotary_dim .. head_dim-1 of some heads, bit for bit.
+// Features rotary_dim .. head_dim-1 of some heads, bit for bit. A vector at a time: too few for a call of memcpy each.
 template <class T>
 void pass_through(const Params& p, const Heads& x, const T* in, T* out, int64_t count) {
+  using Block = Vec<uint8_t, ROPE_VECTOR_BYTES>;
+  constexpr int64_t kBlock = sizeof(Block) / sizeof(T);
+  const bool contiguous = x.in_stride[3] == 1 && x.out_stride[3] == 1;
   for (; count > 0; --count, in += x.in_stride[2], out += x.out_stride[2]) {
-    if (x.in_stride[3] == 1 && x.out_stride[3] == 1) {
-      __builtin_memcpy(out + p.rotary_dim, in + p.rotary_dim, sizeof(T) * (p.head_dim - p.rotary_dim));
-      continue;
-    }
-    for (int64_t d = p.rotary_dim; d < p.head_dim; ++d) out[d * x.out_stride[3]] = in[d * x.in_stride[3]];
+    int64_t d = p.rotary_dim;
+    for (; contiguous && d + kBlock <= p.head_dim; d += kBlock) store_vector(out + d, load_vector<Block>(in + d));
+    for (; d < p.head_dim; ++d) out[d * x.out_stride[3]] = in[d * x.in_stride[3]];
   }
 }
 
