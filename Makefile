@@ -8,7 +8,7 @@ ARGS   ?=
 
 BIN := $(VENV)/bin
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
-FORMATTED := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
+FORMATTED := $(shell find csrc tests benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input install
 
 # a choice counts only when it was made, so that a plain `make test` takes the environment that is there
@@ -17,7 +17,7 @@ MADE_WITH := $(shell cat $(VENV)/made-with 2>/dev/null)
 OTHER_CHOICE := $(if $(CHOICE),$(if $(filter-out $(MADE_WITH),$(CHOICE)),FORCE))
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test bench check format sanitize kernels gpu-check clean FORCE
+.PHONY: help build demo test bench check format sanitize kernels cuda-build gpu-check clean FORCE
 
 help:  ## this list
 	@echo "make TARGET [PYTHON=$(PYTHON)] [TORCH=$(TORCH)] [ARGS=...]"
@@ -51,10 +51,11 @@ sanitize: $(VENV)/built  ## the kernel tests on a library built with AddressSani
 kernels:  ## the CPU kernels without torch, by g++, clang++ and for aarch64 under qemu: the same bits
 	bash tests/kernels/run.sh
 
-gpu-check: $(VENV)/installed  ## on a machine with a GPU, nvcc and a CUDA build of torch: the suite with CUDA kernels
-	ROPE_EXT_CUDA=1 $(PIP) --quiet --no-build-isolation --editable '.[dev,demo,bench]'
-	@$(BIN)/python -c 'import rope_ext; print("== built:", rope_ext.build_info())'
-	ROPE_EXT_REQUIRE_CUDA=1 $(BIN)/pytest $(ARGS)
+cuda-build:  ## builds against a CUDA build of torch, in .venv-cuda (several GB), and tests it without a GPU
+	bash tests/cuda/build.sh .venv-cuda
+
+gpu-check: $(VENV)/built  ## on a machine with a GPU, nvcc and TORCH= a CUDA build: builds for it, tests, measures
+	$(BIN)/python benchmarks/gpu_check.py $(ARGS)
 
 clean:  ## removes what was built; .venv stays
 	rm -rf build dist *.egg-info rope_ext/*.so rope_ext/_built_for.py $(VENV)/built
