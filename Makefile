@@ -54,8 +54,8 @@ kernels:  ## the CPU kernels without torch, by g++, clang++ and for aarch64 unde
 cuda-build:  ## builds against a CUDA build of torch, in .venv-cuda (several GB), and tests it without a GPU
 	bash tests/cuda/build.sh .venv-cuda
 
-gpu-check: $(VENV)/built  ## on a machine with a GPU, nvcc and TORCH= a CUDA build: builds for it, tests, measures
-	$(BIN)/python benchmarks/gpu_check.py $(ARGS)
+gpu-check:  ## on a machine with a GPU, nvcc and PYTHON's CUDA build of torch: builds for it, tests, measures; no network
+	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
 
 clean:  ## removes what was built; .venv stays
 	rm -rf build dist *.egg-info rope_ext/*.so rope_ext/_built_for.py $(VENV)/built
