@@ -165,6 +165,7 @@ struct Autograd {
     };
     if (plain) return below();
 
+    check<c10::SymInt>(call);  // before the rules of autograd, and under the name that was called
     TORCH_CHECK(
         !table_differentiable, call.op, ": the gradient of ", call.table_name(0),
         " needs the x that an in-place call overwrites; use the op without the underscore, or detach the table");
@@ -172,9 +173,14 @@ struct Autograd {
     std::array<at::Tensor, 2> tangents;
     for (const int i : {0, 1}) {
       if (!call.x[i]) continue;
-      torch::autograd::check_inplace(*call.x[i], call.x[i]->requires_grad());
-      if (needs_node(call, i, false)) nodes[i] = make_node(call, *call.x[i], false);
-      tangents[i] = tangent(call, *call.x[i]);
+      const auto& x = *call.x[i];
+      TORCH_CHECK(
+          !at::GradMode::is_enabled() || !x.requires_grad() || !x.is_leaf(), call.op, ": ", call.x_name(i),
+          " is a leaf that requires grad, whose value an in-place operation must not change; use the op without "
+          "the underscore, or torch.no_grad()");
+      torch::autograd::check_inplace(x, x.requires_grad());
+      if (needs_node(call, i, false)) nodes[i] = make_node(call, x, false);
+      tangents[i] = tangent(call, x);
     }
     below();
     for (const int i : {0, 1}) {

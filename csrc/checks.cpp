@@ -79,7 +79,9 @@ void check_dtypes(const Call& call) {
       TORCH_CHECK_TYPE(!is_float(table), call.op, ": freqs_cis must be complex64 or complex128, found ",
                        dtype_name(table),
                        ". module.to(dtype) casts complex buffers to real and drops the imaginary part: rebuild the "
-                       "table with precompute_freqs_cis, or keep it out of .to(). Two real tables go to ",
+                       "table with precompute_freqs_cis, or keep it out of .to(). Pairs of real numbers need "
+                       "view_as_complex, two real tables "
+                       "go to ",
                        call.op, call.in_place ? "cos_sin_" : "_cos_sin");
       TORCH_CHECK_TYPE(false, call.op, ": freqs_cis must be complex64 or complex128, found ", dtype_name(table));
     }
@@ -118,7 +120,9 @@ void check_x(const Call& call) {
     bool agree = xk.dim() == rank;
     for (int64_t d = 0; agree && d < rank; ++d) agree = d == rank - 2 || same(q[d], k[d]);
     TORCH_CHECK_VALUE(agree, call.op, ": xq and xk may differ only in their number of heads, found shapes ",
-                      x.sym_sizes(), " and ", xk.sym_sizes());
+                      x.sym_sizes(), " and ", xk.sym_sizes(),
+                      ". The number of heads is the last but one dimension: transpose(1, 2) where heads come before "
+                      "tokens");
   }
 
   const auto head_dim = sizes<Int>(x)[rank - 1];
@@ -159,7 +163,11 @@ void check_table(const Call& call) {
   const auto rotary_dim = call.rotary_dim ? Int(*call.rotary_dim) : head_dim;
   TORCH_CHECK_VALUE(same(t[rank - 1] * 2, rotary_dim), call.op, ": the last dimension of ", name, " must be half of ",
                     call.rotary_dim ? "rotary_dim = " : "head_dim = ", rotary_dim,
-                    call.rotary_dim ? "" : " (pass rotary_dim to rotate only the first features of each head)",
+                    call.rotary_dim
+                        ? ""
+                        : " (one column per pair: where it holds each of them twice, as in Hugging Face models, pass "
+                          "[..., : head_dim // 2]; to rotate only the first features of each head, pass "
+                          "rotary_dim)",
                     ", found ", t[rank - 1]);
   if (rank == 3) {
     const auto batch = sizes<Int>(x)[0];
@@ -169,10 +177,12 @@ void check_table(const Call& call) {
   }
   if (!call.positions) {
     const auto tokens = sizes<Int>(x)[packed ? 0 : 1];
-    TORCH_CHECK_VALUE(same(t[rank - 2], tokens), call.op, ": ", name, " must have one row per token, found ",
-                      t[rank - 2], " rows for a sequence of ", tokens, ". Pass ", row_name,
-                      "[start_pos : start_pos + seqlen], or positions with the whole table; if a slice came out short, "
-                      "the table is too short");
+    TORCH_CHECK_VALUE(
+        same(t[rank - 2], tokens), call.op, ": ", name, " must have one row per token, found ", t[rank - 2],
+        " rows for a sequence of ", tokens, ". Pass ", row_name,
+        "[start_pos : start_pos + seqlen], or positions with the whole table; if a slice came out short, "
+        "the table is too short. xq and xk are (batch, seqlen, heads, head_dim): transpose(1, 2) where heads come "
+        "first");
   }
 }
 
@@ -195,7 +205,7 @@ void check_positions(const Call& call) {
 
 void check_overlaps(const Call& call) {
   for (const int i : {0, 1}) {
-    if (!call.x[i]) continue;
+    if (!call.x[i] || !call.x[i]->has_storage()) continue;  // a wrapper: what it wraps is checked below it
     TORCH_CHECK(
         !overlaps_itself(*call.x[i]), call.op, ": ", call.x_name(i),
         " has several elements in one place (an expanded tensor?), which cannot be written in place; clone() it. "

@@ -15,10 +15,11 @@ Parts views(const at::Tensor& x, const Call& call) {
   return {x.slice_symint(-1, 0, r / 2), x.slice_symint(-1, r / 2, r)};
 }
 
+// This runs below the key that would resolve lazy negative views for each op.
 Parts real_tables(const Call& call) {
-  const auto& table = *call.table[0];
-  if (call.complex_table()) return {at::real(table), at::imag(table)};
-  return {table, *call.table[1]};
+  const auto table = at::resolve_neg(*call.table[0]);
+  if (call.complex_table()) return {at::resolve_neg(at::real(table)), at::resolve_neg(at::imag(table))};
+  return {table, at::resolve_neg(*call.table[1])};
 }
 
 }  // namespace

@@ -89,7 +89,7 @@ bool distance(const at::Tensor& a, const at::Tensor& b, int64_t* bytes) {
              a.storage_offset() * static_cast<int64_t>(a.element_size());
     return true;
   }
-  if (a.is_meta()) return false;
+  if (!a.storage().data() || !b.storage().data()) return false;  // meta and fake tensors
   *bytes = static_cast<const char*>(b.const_data_ptr()) - static_cast<const char*>(a.const_data_ptr());
   return true;
 }

@@ -29,7 +29,10 @@ def reshape_for_broadcast(freqs_cis: Tensor, x: Tensor) -> Tensor:
 
 
 def apply_rotary_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys: `torch.ops.rope.apply(xq, xk, freqs_cis)`, with the bits of Meta's own function.
+    """Rotate queries and keys: `torch.ops.rope.apply(xq, xk, freqs_cis)`.
+
+    The bits of Meta's own function where ATen runs that one vectorised (head_dim 64, 80, 96, 128 ...). A float64 x or a
+    complex128 table is rotated in float64, which Meta's function would round to float32.
 
     Args:
         xq: (batch, seqlen, heads, head_dim), float16, bfloat16, float32 or float64, any strides.

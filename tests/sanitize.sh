@@ -30,8 +30,9 @@ info = rope_ext.build_info()
 print(*info["cpu_isa_built"][: info["cpu_isa_built"].index(info["cpu_isa"]) + 1])')
 highest=${levels##* }
 
-suite() {  # LEVEL FILE...
-  ATEN_CPU_CAPABILITY=$1 sanitized "$bin/pytest" -q -x -o pythonpath= -p no:cacheprovider "${@:2}" >"$built/$1.log" 2>&1
+suite() {  # LEVEL FILE...; a report comes from below Python, and ends it: names before tests, and no capture of stderr
+  ATEN_CPU_CAPABILITY=$1 PYTHONUNBUFFERED=1 sanitized "$bin/pytest" -v --capture=sys -x -o pythonpath= \
+    -p no:cacheprovider "${@:2}" >"$built/$1.log" 2>&1
 }
 
 declare -A running

@@ -56,3 +56,27 @@ def test_vmap_refuses_to_write_in_place(in_dims: tuple) -> None:
     with pytest.raises(RuntimeError, match="rope::apply_: vmap cannot write in place"):
         vmap(lambda x, table: (ops.apply_(x, x, table), x)[1], in_dims)(*args)
     assert torch.equal(x, before)
+
+
+def test_negated_tables_on_a_device_without_a_kernel() -> None:
+    """The formula on ATen ops runs below the key that would resolve the views, as a call from above leaves it."""
+    x, table = torch.randn(2, 5, 3, 8), random_table((5, 4)).conj()
+    elsewhere = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Negative)):
+        out = ops.rotate_cos_sin.default.redispatch(elsewhere, x, table.real, table.imag)
+        complex_out = ops.rotate.default.redispatch(elsewhere, x, torch._neg_view(table))
+    assert torch.equal(out, reference.rotate(x, table))
+    assert torch.equal(complex_out, reference.rotate(x, (-table).resolve_conj()))
+
+
+def test_a_refusal_with_a_tangent_names_the_call() -> None:
+    with torch.autograd.forward_ad.dual_level():
+        q = torch.autograd.forward_ad.make_dual(torch.randn(1, 4, 2, 8), torch.randn(1, 4, 2, 8))
+        with pytest.raises(ValueError, match=r"^rope::apply_: freqs_cis must have one row per token"):
+            ops.apply_(q, torch.randn(1, 4, 1, 8), random_table((5, 4)))
+
+
+def test_a_leaf_that_requires_grad_is_named() -> None:
+    xk = torch.randn(1, 4, 1, 8, requires_grad=True)
+    with pytest.raises(RuntimeError, match="rope::apply_: xk is a leaf"):
+        ops.apply_(torch.randn(1, 4, 2, 8), xk, random_table((4, 4)))
