@@ -20,4 +20,4 @@ ROPE_EXT_CUDA=1 "$venv/bin/python" setup.py build --build-base "$built" --build-
   { tail -40 "$built/log"; exit 1; }
 
 PYTHONPATH=$built/lib ROPE_EXT_REQUIRE_KERNEL_TOOLS=1 \
-  "$venv/bin/python" -P -m pytest -q -o pythonpath= -p no:cacheprovider tests/test_cuda_build.py
+  "$venv/bin/pytest" -q -o pythonpath= -p no:cacheprovider tests/test_cuda_build.py
