@@ -18,6 +18,6 @@ def test_links_and_files_are_there(page: str) -> None:
     text = (ROOT / page).read_text()
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
     missing = [link for link in links if not (ROOT / page).parent.joinpath(link).exists()]
-    tree = re.findall(r"\b(?:csrc|rope_ext|tests|benchmarks)/[\w./]*\w", text)
+    tree = re.findall(r"\b(?:csrc|rope_ext|tests|benchmarks)/[\w./-]*\w", text)
     missing += [path for path in tree if not (ROOT / path).exists() and "*" not in path]
     assert not missing
