@@ -138,7 +138,7 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
                b.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() &&
            a.sym_storage_offset().sym_eq(b.sym_storage_offset()).guard_or_false(__FILE__, __LINE__);
   }
-  if (!a.is_meta() && apart(a.storage(), b.storage())) return false;
+  if (apart(a.storage(), b.storage())) return false;
   int64_t bytes;
   if (a.numel() == 0 || b.numel() == 0 || !distance(a, b, &bytes)) return false;
   if (bytes >= extent(a) || -bytes >= extent(b)) return false;

@@ -19,7 +19,8 @@ using Apply = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Te
 constexpr size_t kKeepLockBytes = 128 * 1024;
 
 bool is_brief(const at::Tensor& x) {
-  return x.is_cpu() && !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && x.nbytes() <= kKeepLockBytes;
+  return x.is_cpu() && x.layout() == at::kStrided && !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides() &&
+         x.nbytes() <= kKeepLockBytes;
 }
 
 PyObject* through_torch_ops(PyObject* const* args, Py_ssize_t n, PyObject* keywords) {
@@ -42,7 +43,7 @@ PyObject* apply(PyObject* /*module*/, PyObject* const* args, Py_ssize_t n, PyObj
   const auto& xk = THPVariable_Unpack(args[1]);
   const auto& freqs_cis = THPVariable_Unpack(args[2]);
   std::optional<pybind11::gil_scoped_release> unlocked;
-  if (!is_brief(xq)) unlocked.emplace();
+  if (!is_brief(xq) || !is_brief(xk)) unlocked.emplace();
   auto [q, k] = op.call(xq, xk, freqs_cis, std::nullopt, true, std::nullopt, false);
   unlocked.reset();
   PyObject* result = PyTuple_New(2);
