@@ -3,8 +3,8 @@
 //
 // Pairs<T, interleaved, N> moves kPairs pairs at once as kVectors vectors a (real parts) and b (imaginary parts) of N
 // lanes. `x` is the head, `j` its first pair, `half` the distance between the members of a pair when they are halves.
-// Lane l of vector k holds pair j + order(k * N + l): the table row is laid in the same order once per token, which is
-// cheaper than to shuffle every head of it.
+// Lane l of these vectors belongs to pair j + order(l), and a pair has one lane or two: the table row is laid in the
+// same order once per token (kInOrder: it is already), which is cheaper than to shuffle every head of it.
 
 template <class T>
 struct AccumulatorOf {
@@ -21,6 +21,7 @@ struct Pairs {
   using V = Vec<typename AccumulatorOf<T>::type, N>;
   static constexpr int kVectors = 1;
   static constexpr int kPairs = N;
+  static constexpr bool kInOrder = true, kTwoLanes = false;
   static constexpr int order(int l) { return l; }
 
   static ROPE_INLINE void load(const T* x, int64_t j, int64_t half, V* a, V* b) {
@@ -33,43 +34,26 @@ struct Pairs {
   }
 };
 
-// Neighbours: two vectors of neighbours become evens and odds within each 16-byte block, where a shuffle costs one
-// instruction at every level.
+// Neighbours stay where they are, (a b a b ...): with the partner in the other vector, (b a b a ...), each factor in
+// two lanes and sin negated in the second, the real part of the product is what belongs in either lane. One shuffle a
+// vector; to take evens and odds apart and to join them again would be two.
 template <class T, int N>
 struct Pairs<T, true, N> {
   using V = Vec<typename AccumulatorOf<T>::type, N>;
   static constexpr int kVectors = 1;
-  static constexpr int kPairs = N;
-  static constexpr int kBlock = 16 / sizeof(typename AccumulatorOf<T>::type);  // lanes
-  static constexpr int order(int l) {
-    const int block = l / kBlock, r = l % kBlock;
-    return block * (kBlock / 2) + (r < kBlock / 2 ? r : N / 2 + r - kBlock / 2);
-  }
+  static constexpr int kPairs = N / 2;
+  static constexpr bool kInOrder = false, kTwoLanes = true;
+  static constexpr int order(int l) { return l / 2; }
 
-  template <int odd>
-  struct Deinterleave {
-    static constexpr int at(int l) {
-      const int block = l / kBlock, r = l % kBlock;
-      return block * kBlock + odd + (r < kBlock / 2 ? 2 * r : N + 2 * r - kBlock);
-    }
-  };
-  template <int upper>
-  struct Interleave {
-    static constexpr int at(int l) {
-      const int block = l / kBlock, r = l % kBlock;
-      return block * kBlock + upper * (kBlock / 2) + r / 2 + (r % 2) * N;
-    }
+  struct Partner {
+    static constexpr int at(int l) { return l ^ 1; }
   };
 
   static ROPE_INLINE void load(const T* x, int64_t j, int64_t, V* a, V* b) {
-    const V first = widen_vector<N>(x + 2 * j), second = widen_vector<N>(x + 2 * j + N);
-    a[0] = shuffle<Deinterleave<0>, N>(first, second);
-    b[0] = shuffle<Deinterleave<1>, N>(first, second);
+    a[0] = widen_vector<N>(x + 2 * j);
+    b[0] = shuffle<Partner, N>(a[0], a[0]);
   }
-  static ROPE_INLINE void store(T* x, int64_t j, int64_t, const V* a, const V* b) {
-    narrow_vector<N>(shuffle<Interleave<0>, N>(a[0], b[0]), x + 2 * j);
-    narrow_vector<N>(shuffle<Interleave<1>, N>(a[0], b[0]), x + 2 * j + N);
-  }
+  static ROPE_INLINE void store(T* x, int64_t j, int64_t, const V* a, const V*) { narrow_vector<N>(a[0], x + 2 * j); }
 };
 
 // bfloat16 neighbours share a 32-bit lane.
@@ -79,6 +63,7 @@ struct Pairs<BFloat16, true, N> {
   using Lanes = Vec<uint32_t, N>;
   static constexpr int kVectors = 1;
   static constexpr int kPairs = N;
+  static constexpr bool kInOrder = true, kTwoLanes = false;
   static constexpr int order(int l) { return l; }
 
   static ROPE_INLINE void load(const BFloat16* x, int64_t j, int64_t, V* a, V* b) {
@@ -96,6 +81,7 @@ struct Pairs<BFloat16, false, N> {
   using Lanes = Vec<uint32_t, N>;
   static constexpr int kVectors = 2;
   static constexpr int kPairs = 2 * N;
+  static constexpr bool kInOrder = false, kTwoLanes = false;
   static constexpr int order(int l) { return l < N ? 2 * l : 2 * (l - N) + 1; }
 
   static ROPE_INLINE void load(const BFloat16* x, int64_t j, int64_t half, V* a, V* b) {

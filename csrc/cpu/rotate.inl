@@ -64,23 +64,31 @@ ROPE_INLINE A rounded(A product) {
 template <class A>
 ROPE_INLINE void rotate_pair(A& a, A& b, A c, A s) {
   const A re = rounded(a * c) - rounded(b * s);
-  b = rounded(a * s) + rounded(b * c);
+  b = rounded(b * c) + rounded(a * s);
   a = re;
 }
 
 // ---- one head
 
-constexpr int64_t kChunk = 512;  // pairs of a table row held at once: 4 KiB of L1 in float32
+constexpr int64_t kChunk = 512;  // pairs of a table row held at once
+
+// The factors of a token: pair by pair, and in the order of lanes. With room for a vector past the last one.
+template <class A>
+struct Row {
+  alignas(64) A c[kChunk + 16], s[kChunk + 16], lane_c[2 * kChunk + 32], lane_s[2 * kChunk + 32];
+};
 
 template <class P, class T, class A>
-ROPE_INLINE int64_t rotate_span(const T* in, T* out, int64_t half, const A* c, const A* s, int64_t j, int64_t n) {
+ROPE_INLINE int64_t rotate_span(const T* in, T* out, int64_t half, const Row<A>& row, int64_t j, int64_t n) {
   using V = typename P::V;
+  const A* c = P::kInOrder ? row.c : row.lane_c;
+  const A* s = P::kInOrder ? row.s : row.lane_s;
   for (; j + P::kPairs <= n; j += P::kPairs) {
     V a[P::kVectors], b[P::kVectors];
     P::load(in, j, half, a, b);
     for (int k = 0; k < P::kVectors; ++k) {
-      const int64_t at = j + k * (P::kPairs / P::kVectors);
-      rotate_pair(a[k], b[k], load_vector<V>(c + at), load_vector<V>(s + at));
+      const int64_t lane = (P::kTwoLanes ? 2 * j : j) + k * (sizeof(V) / sizeof(A));
+      rotate_pair(a[k], b[k], load_vector<V>(c + lane), load_vector<V>(s + lane));
     }
     P::store(out, j, half, a, b);
   }
@@ -88,13 +96,13 @@ ROPE_INLINE int64_t rotate_span(const T* in, T* out, int64_t half, const A* c, c
 }
 
 template <class T, bool interleaved, class A>
-ROPE_INLINE void rotate_scalar(const T* in, int64_t in_stride, T* out, int64_t out_stride, int64_t half, const A* c,
-                               const A* s, int64_t j, int64_t n) {
+ROPE_INLINE void rotate_scalar(const T* in, int64_t in_stride, T* out, int64_t out_stride, int64_t half,
+                               const Row<A>& row, int64_t j, int64_t n) {
   for (; j < n; ++j) {
     const int64_t re = interleaved ? 2 * j : j;
     const int64_t im = interleaved ? 2 * j + 1 : j + half;
     A a = widen(in[re * in_stride]), b = widen(in[im * in_stride]);
-    rotate_pair(a, b, c[j], s[j]);
+    rotate_pair(a, b, row.c[j], row.s[j]);
     narrow(a, out + re * out_stride);
     narrow(b, out + im * out_stride);
   }
@@ -109,28 +117,28 @@ constexpr bool vectorised(int width) {
 // table row stays in registers, else 0.
 template <class T, bool interleaved, int N, class A>
 ROPE_INLINE void rotate_heads(const T* in, int64_t in_stride, T* out, int64_t out_stride, int64_t count, int64_t half,
-                              const A* c, const A* s, int64_t n) {
+                              const Row<A>& row, int64_t n) {
   if (N > 0) n = N;
   for (int64_t h = 0; h < count; ++h, in += in_stride, out += out_stride) {
     int64_t j = 0;
     if constexpr (vectorised<T, A>(64))
-      j = rotate_span<Pairs<T, interleaved, 64 / sizeof(A)>>(in, out, half, c, s, j, n);
+      j = rotate_span<Pairs<T, interleaved, 64 / sizeof(A)>>(in, out, half, row, j, n);
     if constexpr (vectorised<T, A>(32))
-      j = rotate_span<Pairs<T, interleaved, 32 / sizeof(A)>>(in, out, half, c, s, j, n);
+      j = rotate_span<Pairs<T, interleaved, 32 / sizeof(A)>>(in, out, half, row, j, n);
     if constexpr (vectorised<T, A>(16))
-      j = rotate_span<Pairs<T, interleaved, 16 / sizeof(A)>>(in, out, half, c, s, j, n);
-    if (N == 0 || !vectorised<T, A>(16)) rotate_scalar<T, interleaved>(in, 1, out, 1, half, c, s, j, n);
+      j = rotate_span<Pairs<T, interleaved, 16 / sizeof(A)>>(in, out, half, row, j, n);
+    if (N == 0 || !vectorised<T, A>(16)) rotate_scalar<T, interleaved>(in, 1, out, 1, half, row, j, n);
   }
 }
 
 // The same by way of a buffer in L1 that is written to memory in whole lines, around the caches: an ordinary store
 // first reads the line it will overwrite, a third more traffic.
 template <class T, bool interleaved, class A>
-void stream_heads(const T* in, int64_t in_stride, T* out, int64_t out_stride, int64_t count, const A* c, const A* s,
+void stream_heads(const T* in, int64_t in_stride, T* out, int64_t out_stride, int64_t count, const Row<A>& row,
                   int64_t n) {
   alignas(64) T head[2 * kChunk];
   for (int64_t h = 0; h < count; ++h, in += in_stride, out += out_stride) {
-    rotate_heads<T, interleaved, 0>(in, 0, head, 0, 1, n, c, s, n);
+    rotate_heads<T, interleaved, 0>(in, 0, head, 0, 1, n, row, n);
     stream_copy(head, out, 2 * n * sizeof(T));
   }
 }
@@ -172,34 +180,40 @@ void load_factor(const Factor& factor, DType dtype, int64_t batch, int64_t row, 
   }
 }
 
-template <class P>
+// Lanes of the vectors that two vectors of factors, laid end to end, become.
+template <class P, int N>
 struct LaneOrder {
-  template <int k>
+  template <int vector>
   struct Of {
-    static constexpr int at(int l) { return P::order(k * (P::kPairs / P::kVectors) + l); }
+    static constexpr int at(int l) { return P::order(vector * N + l); }
   };
 };
 
+// Two vectors of lanes at a time: from one vector of factors where a pair has two lanes, else from two. The last one
+// may reach past the last pair, where rows have room.
 template <class P, class A>
-ROPE_INLINE int64_t arrange_span(A* c, int64_t j, int64_t n) {
-  constexpr int N = P::kPairs / P::kVectors;
+ROPE_INLINE int64_t arrange_span(const A* from, A* to, A odd, int64_t j, int64_t n) {
   using V = typename P::V;
-  if constexpr (P::order(1) == 1 && P::order(N / 2) == N / 2) return n - (n - j) % P::kPairs;
-  for (; j + P::kPairs <= n; j += P::kPairs) {
-    const V first = load_vector<V>(c + j), last = load_vector<V>(c + j + P::kPairs - N);
-    store_vector(c + j, shuffle<typename LaneOrder<P>::template Of<0>, N>(first, last));
-    if constexpr (P::kVectors == 2)
-      store_vector(c + j + N, shuffle<typename LaneOrder<P>::template Of<1>, N>(first, last));
+  constexpr int N = sizeof(V) / sizeof(A);
+  using Order = LaneOrder<P, N>;
+  V sign;
+  for (int l = 0; l < N; ++l) sign[l] = P::kTwoLanes && l % 2 ? odd : 1;
+  for (; j + P::kPairs <= n; j += P::kTwoLanes ? N : 2 * N) {
+    const V first = load_vector<V>(from + j), last = load_vector<V>(from + j + (P::kTwoLanes ? 0 : N));
+    A* lanes = to + (P::kTwoLanes ? 2 * j : j);
+    store_vector(lanes, sign * shuffle<typename Order::template Of<0>, N>(first, last));
+    store_vector(lanes + N, sign * shuffle<typename Order::template Of<1>, N>(first, last));
   }
   return j;
 }
 
 template <class T, bool interleaved, class A>
-ROPE_INLINE void arrange(A* c, int64_t n) {
+ROPE_INLINE void arrange(A* from, A* to, A odd, int64_t n) {
+  store_vector(from + n, Vec<A, 64 / sizeof(A)>{});  // whatever lies there may be slow to multiply
   int64_t j = 0;
-  if constexpr (vectorised<T, A>(64)) j = arrange_span<Pairs<T, interleaved, 64 / sizeof(A)>>(c, j, n);
-  if constexpr (vectorised<T, A>(32)) j = arrange_span<Pairs<T, interleaved, 32 / sizeof(A)>>(c, j, n);
-  if constexpr (vectorised<T, A>(16)) j = arrange_span<Pairs<T, interleaved, 16 / sizeof(A)>>(c, j, n);
+  if constexpr (vectorised<T, A>(64)) j = arrange_span<Pairs<T, interleaved, 64 / sizeof(A)>>(from, to, odd, j, n);
+  if constexpr (vectorised<T, A>(32)) j = arrange_span<Pairs<T, interleaved, 32 / sizeof(A)>>(from, to, odd, j, n);
+  if constexpr (vectorised<T, A>(16)) j = arrange_span<Pairs<T, interleaved, 16 / sizeof(A)>>(from, to, odd, j, n);
 }
 
 // ---- all rows of a call
@@ -243,8 +257,8 @@ void rotate_rows(const Params& p, int64_t begin, int64_t end, bool stream) {
   const int64_t heads = p.x[0].heads + p.x[1].heads;
   const int64_t half = p.rotary_dim / 2;
   const bool contiguous = features_contiguous(p.x[0]) && features_contiguous(p.x[1]);
-  alignas(64) A c[kChunk], s[kChunk];
-  int64_t held_row = -1, held_batch = -1;  // what c and s hold; a decode batch at one position converts it once
+  Row<A> factors;
+  int64_t held_row = -1, held_batch = -1;  // whose they are; a decode batch at one position converts it once
 
   for (int64_t done = begin; done < end;) {
     const int64_t index = done / heads;
@@ -257,10 +271,12 @@ void rotate_rows(const Params& p, int64_t begin, int64_t end, bool stream) {
     for (int64_t first = 0; first < half; first += kChunk) {
       const int64_t n = half - first < kChunk ? half - first : kChunk;
       if (row != held_row || table_batch != held_batch || half > kChunk) {
-        load_factor(p.cos, p.table_dtype, batch, row, first, c, n);
-        load_factor(p.sin, p.table_dtype, batch, row, first, s, n);
-        if (contiguous) arrange<T, interleaved>(c, n);
-        if (contiguous) arrange<T, interleaved>(s, n);
+        load_factor(p.cos, p.table_dtype, batch, row, first, factors.c, n);
+        load_factor(p.sin, p.table_dtype, batch, row, first, factors.s, n);
+        if (contiguous && !Pairs<T, interleaved, 16 / sizeof(A)>::kInOrder) {
+          arrange<T, interleaved>(factors.c, factors.lane_c, A(1), n);
+          arrange<T, interleaved>(factors.s, factors.lane_s, A(-1), n);
+        }
         held_row = row;
         held_batch = table_batch;
       }
@@ -279,16 +295,16 @@ void rotate_rows(const Params& p, int64_t begin, int64_t end, bool stream) {
         out += feature * x.out_stride[3];
         if (!contiguous) {
           for (int64_t h = from; h < to; ++h, in += x.in_stride[2], out += x.out_stride[2]) {
-            rotate_scalar<T, interleaved>(in, x.in_stride[3], out, x.out_stride[3], half, c, s, 0, n);
+            rotate_scalar<T, interleaved>(in, x.in_stride[3], out, x.out_stride[3], half, factors, 0, n);
           }
         } else if (stream && can_stream(p, x, out)) {
-          stream_heads<T, interleaved>(in, x.in_stride[2], out, x.out_stride[2], to - from, c, s, n);
+          stream_heads<T, interleaved>(in, x.in_stride[2], out, x.out_stride[2], to - from, factors, n);
         } else if (n == 64 && half == 64) {
-          rotate_heads<T, interleaved, 64>(in, x.in_stride[2], out, x.out_stride[2], to - from, 64, c, s, n);
+          rotate_heads<T, interleaved, 64>(in, x.in_stride[2], out, x.out_stride[2], to - from, 64, factors, n);
         } else if (n == 32 && half == 32) {
-          rotate_heads<T, interleaved, 32>(in, x.in_stride[2], out, x.out_stride[2], to - from, 32, c, s, n);
+          rotate_heads<T, interleaved, 32>(in, x.in_stride[2], out, x.out_stride[2], to - from, 32, factors, n);
         } else {
-          rotate_heads<T, interleaved, 0>(in, x.in_stride[2], out, x.out_stride[2], to - from, half, c, s, n);
+          rotate_heads<T, interleaved, 0>(in, x.in_stride[2], out, x.out_stride[2], to - from, half, factors, n);
         }
       }
     }
