@@ -161,6 +161,17 @@ def test_a_raw_old_config_json(name: str, prefix: str, json: dict[str, Any]) -> 
         assert torch.equal(inv_freq(**arguments, seq_len=seq_len), inv_freq(**from_object, seq_len=seq_len))
 
 
+@pytest.mark.parametrize(("name", "prefix"), [("gptj", "GPTJ"), ("codegen", "CodeGen")])
+def test_rotary_dim_is_the_rotated_part_of_a_head(name: str, prefix: str) -> None:
+    modeling = import_module(f"transformers.models.{name}.modeling_{name}")
+    config = getattr(transformers, f"{prefix}Config")(n_embd=512, n_head=4, rotary_dim=48, n_positions=40)
+    sin, cos = modeling.create_sinusoidal_positions(40, 48).chunk(2, -1)
+    for source in (config, config.to_dict()):
+        table = from_config(source, 40)
+        assert table.shape == (40, 24)
+        assert torch.allclose(table, torch.complex(cos, sin), rtol=0, atol=2e-6)
+
+
 def test_multimodal_configs_mean_their_text_part() -> None:
     config = transformers.Qwen2VLConfig()
     assert torch.equal(inv_freq(**rope_arguments(config)), inv_freq(**rope_arguments(config.text_config)))

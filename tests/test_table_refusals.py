@@ -38,6 +38,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("longrope-short-list", {**scalings(8)["longrope"], "long_factor": [1.0] * 3}, "long_factor.*4.*3"),
     ("longrope-zero", {**scalings(8)["longrope"], "short_factor": [1.0, 0, 1, 1]}, r"short_factor'\]\[1\]"),
     ("longrope-length-1", {**scalings(8)["longrope-factor"], "original_max_position_embeddings": 1}, "original_max"),
+    ("longrope-mscale", {**scalings(8)["longrope"], "attention_factor": None, "long_mscale": 1.2}, "long_mscale"),
     ("proportional-part", {"rope_type": "proportional", "partial_rotary_factor": 1.5}, "partial_rotary_factor"),
     ("alpha-negative", {"rope_type": "dynamic", "alpha": -2.0}, "alpha"),
     ("theta-0", {"rope_theta": 0}, "rope_theta"),

@@ -85,7 +85,8 @@ def rope_arguments(config: Any, layer_type: str | None = None) -> dict[str, Any]
 
     dim = _head_dim(read)
     if RopeParams(2, None, scaling).rope_type != "proportional":
-        dim = int(dim * scaling.get("partial_rotary_factor", 1.0))
+        partial = scaling.get("partial_rotary_factor")
+        dim = int(dim * partial) if partial is not None else read("rotary_dim") or dim  # GPT-J says it in features
     return {"dim": dim, "scaling": scaling}
 
 
