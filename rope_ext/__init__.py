@@ -6,6 +6,7 @@ Importing this package registers the operators `torch.ops.rope.{apply, apply_cos
 in-place forms with a trailing underscore.
 """
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,17 +18,26 @@ if TYPE_CHECKING:
 
 try:
     from rope_ext._built_for import TORCH as _BUILT_FOR
-except ImportError as error:
-    raise ImportError(
+except ImportError:
+    _CANNOT = (
         "rope_ext is not built: run `pip install --no-build-isolation -e .` in its folder, or import the installed "
         "package from outside the source tree"
-    ) from error
-
-if torch.__version__ != _BUILT_FOR:
-    raise ImportError(
+    )
+else:
+    _CANNOT = (
         f"rope_ext was built for torch {_BUILT_FOR} and this is torch {torch.__version__}: rebuild it with "
         "`pip install --no-build-isolation --no-deps --force-reinstall .` in its source folder"
+        if torch.__version__ != _BUILT_FOR
+        else ""
     )
+
+if _CANNOT:
+    if sys.argv[:1] == ["-m"] and "rope_ext" in sys.orig_argv:
+        # `python -m rope_ext` comes here before it comes to the doctor, who has more to say
+        from rope_ext.__main__ import main
+
+        sys.exit(main())
+    raise ImportError(_CANNOT)
 
 from rope_ext import functionalize  # noqa: F401
 from rope_ext._info import build_info
