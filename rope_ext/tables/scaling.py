@@ -203,8 +203,8 @@ def longrope_magnitude(p: RopeParams, original: float) -> float:
         return float(given)
     if own := [key for key in ("short_mscale", "long_mscale") if p.get(key) is not None]:
         raise ValueError(
-            f"scaling[{own[0]!r}]: PhiMoE multiplies by these instead of longrope's magnitude; pass the one of the length "
-            "meant as attention_factor, and neither of them"
+            f"scaling[{own[0]!r}]: PhiMoE multiplies by these instead of longrope's magnitude; pass the one of the "
+            "length meant as attention_factor, and neither of them"
         )
     s = p.optional("factor") or p.number("max_position_embeddings", original) / original
     if s <= 1:
