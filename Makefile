@@ -17,7 +17,7 @@ MADE_WITH := $(shell cat $(VENV)/made-with 2>/dev/null)
 OTHER_CHOICE := $(if $(CHOICE),$(if $(filter-out $(MADE_WITH),$(CHOICE)),FORCE))
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test bench check format sanitize kernels cuda-build gpu-check clean FORCE
+.PHONY: help build demo test bench docs check format sanitize kernels cuda-build gpu-check clean FORCE
 
 help:  ## this list
 	@echo "make TARGET [PYTHON=$(PYTHON)] [TORCH=$(TORCH)] [ARGS=...]"
@@ -33,6 +33,9 @@ test: $(VENV)/built  ## the test suite; ARGS='-k strides'
 
 bench: $(VENV)/built  ## the benchmarks
 	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+docs: $(VENV)/built  ## the documentation, in build/docs; a warning is an error
+	$(BIN)/sphinx-build -W -n --keep-going -q docs build/docs
 
 check: $(VENV)/built  ## formatters, linters, types
 	$(BIN)/ruff format --check .
@@ -74,6 +77,6 @@ $(VENV)/installed: $(OTHER_CHOICE)
 # _built_for.py is written by every build: missing or younger, then the libraries in the tree are another environment's
 $(VENV)/built: $(VENV)/installed $(SOURCES) $(or $(wildcard rope_ext/_built_for.py),FORCE)
 	@echo "== compiling rope_ext, which takes two minutes the first time, and installing the tools of pyproject.toml"
-	$(PIP) --quiet --no-build-isolation --editable '.[dev,demo,bench]'
+	$(PIP) --quiet --no-build-isolation --editable '.[dev,demo,bench,docs]'
 	@$(BIN)/python -c 'import rope_ext; print("== built:", rope_ext.build_info())'
 	@touch $@

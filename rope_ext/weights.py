@@ -52,7 +52,10 @@ def interleaved_to_half(weight: Tensor, num_heads: int, *, rotary_dim: int | Non
 
 
 def half_to_interleaved(weight: Tensor, num_heads: int, *, rotary_dim: int | None = None) -> Tensor:
-    """Hugging Face's layout to Meta's: use the result with ``interleaved=True``. Arguments as above, exact inverse."""
+    """Hugging Face's layout to Meta's: use the result with ``interleaved=True``.
+
+    Arguments and errors as for ``interleaved_to_half``, of which this is the exact inverse.
+    """
     return _reorder(weight, num_heads, rotary_dim, to_half=False)
 
 
