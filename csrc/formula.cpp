@@ -73,9 +73,13 @@ Outputs table_gradients(const at::Tensor& x, const at::Tensor& grad, const Call&
     auto g = per_head.sum(-2);  // (..., tokens, rotary_dim/2)
     if (!call.positions) return at::sum_to(g, table.sym_sizes());
     const auto& positions = *call.positions;
-    if (g.dim() == 3 && (positions.dim() == 1 || positions.sym_size(0) != g.sym_size(0))) g = g.sum(0, true);
-    const auto rows = at::zeros_symint(table.sym_sizes(), g.options());
-    return rows.index_add(0, positions.reshape(-1), g.reshape_symint({-1, g.sym_size(-1)}));
+    if (g.dim() > positions.dim() + 1) {
+      g = g.sum(0);
+    } else if (g.dim() == 3 && positions.sym_size(0) != g.sym_size(0)) {
+      g = g.sum(0, /*keepdim=*/true);
+    }
+    // index_add by another name, which DTensor knows to be a partial sum where tokens are sharded
+    return at::embedding_dense_backward_symint(g, positions, table.sym_size(0), /*padding_idx=*/-1, false);
   };
   const auto g_cos = to_table(g_re * a + g_im * b);
   const auto g_sin = to_table(call.conj ? g_re * b - g_im * a : g_im * a - g_re * b);

@@ -39,7 +39,7 @@ if _CANNOT:
         sys.exit(main())
     raise ImportError(_CANNOT)
 
-from rope_ext import functionalize  # noqa: F401
+from rope_ext import distributed, functionalize  # noqa: F401
 from rope_ext._info import build_info
 from rope_ext.llama import apply_rotary_emb, reshape_for_broadcast
 from rope_ext.weights import half_to_interleaved, interleaved_to_half

@@ -32,6 +32,26 @@ def _real_form(name: str, tensors: int) -> None:
     # an operator outlives its Python module: after a second import the rule of the first one stands
     if torch._C.DispatchKey.Functionalize not in in_place.py_kernels:
         in_place.py_functionalize_impl(rule)
+        _let_subclasses_pass(in_place)
+
+
+def _let_subclasses_pass(op: Any) -> None:
+    """A subclass that wraps functional tensors, such as DTensor, answers first and calls again with what it wraps.
+
+    torch's own rule declines these by NotImplemented, which its Python dispatcher then takes for the result.
+    """
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+    plain = op.python_key_table[FunctionalTensorMode]
+
+    def rule(mode: Any, *args: Any, **options: Any) -> Any:
+        result = plain(mode, *args, **options)
+        if result is NotImplemented:
+            with mode:
+                return op._op_dk(torch._C.DispatchKey.Python, *args, **options)
+        return result
+
+    op.python_key_table[FunctionalTensorMode] = rule
 
 
 _real_form("apply", 2)
