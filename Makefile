@@ -17,7 +17,7 @@ MADE_WITH := $(shell cat $(VENV)/made-with 2>/dev/null)
 OTHER_CHOICE := $(if $(CHOICE),$(if $(filter-out $(MADE_WITH),$(CHOICE)),FORCE))
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test bench docs check format sanitize kernels cuda-build gpu-check clean FORCE
+.PHONY: help build demo test bench docs check format sanitize kernels cuda-build gpu-check versions clean FORCE
 
 help:  ## this list
 	@echo "make TARGET [PYTHON=$(PYTHON)] [TORCH=$(TORCH)] [ARGS=...]"
@@ -59,6 +59,9 @@ cuda-build:  ## builds against a CUDA build of torch, in .venv-cuda (several GB)
 
 gpu-check:  ## on a machine with a GPU, nvcc and PYTHON's CUDA build of torch: builds for it, tests, measures; no network
 	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
+
+versions:  ## builds and tests with several Pythons and torch releases (6 GB, 10 minutes each); ARGS='3.10:2.6.0'
+	bash tests/versions.sh $(ARGS)
 
 clean:  ## removes what was built; .venv stays
 	rm -rf build dist *.egg-info rope_ext/*.so rope_ext/_built_for.py $(VENV)/built

@@ -12,6 +12,7 @@
 
 #include "checks.h"
 #include "formula.h"
+#include "torch_versions.h"
 
 namespace rope {
 namespace {
@@ -117,7 +118,11 @@ at::Tensor tangent(const Call& call, const at::Tensor& x) {
 using NodePtr = std::decay_t<decltype(std::declval<at::Tensor>().grad_fn())>;
 
 NodePtr make_node(const Call& call, const at::Tensor& x, bool table_grad) {
+#if ROPE_TORCH_SINCE(13)
   auto node = c10::make_intrusive<RotateBackward>(call, x, table_grad);
+#else
+  NodePtr node(new RotateBackward(call, x, table_grad), torch::autograd::deleteNode);
+#endif
   node->set_next_edges(call.complex_table() ? torch::autograd::collect_next_edges(x, *call.table[0])
                                             : torch::autograd::collect_next_edges(x, *call.table[0], *call.table[1]));
   return node;

@@ -4,6 +4,7 @@
 #include <c10/core/SymInt.h>
 
 #include "overlap.h"
+#include "torch_versions.h"
 
 namespace rope {
 namespace {
@@ -23,7 +24,7 @@ auto sizes(const at::Tensor& t) {
 bool same(int64_t a, int64_t b) { return a == b; }
 bool same(const SymInt& a, const SymInt& b) { return a.sym_eq(b).expect_true(__FILE__, __LINE__); }
 bool is_one(int64_t a) { return a == 1; }
-bool is_one(const SymInt& a) { return a.sym_eq(1).guard_or_false(__FILE__, __LINE__); }
+bool is_one(const SymInt& a) { return surely(a.sym_eq(1)); }
 bool at_most(int64_t a, int64_t b) { return a <= b; }
 bool at_most(int64_t a, const SymInt& b) { return b.sym_ge(a).expect_true(__FILE__, __LINE__); }
 

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstdlib>
 
+#include "torch_versions.h"
+
 namespace rope {
 namespace {
 
@@ -112,10 +114,7 @@ int64_t extent(const at::Tensor& t) {  // bytes from the first to past the last 
 bool overlaps_itself(const at::Tensor& t) {
   if (has_symbols(t)) {  // only what needs no guard on the sizes: an expanded dimension
     for (int64_t d = 0; d < t.dim(); ++d) {
-      if (t.sym_stride(d).sym_eq(0).guard_or_false(__FILE__, __LINE__) &&
-          t.sym_size(d).sym_gt(1).guard_or_false(__FILE__, __LINE__)) {
-        return true;
-      }
+      if (surely(t.sym_stride(d).sym_eq(0)) && surely(t.sym_size(d).sym_gt(1))) return true;
     }
     return false;
   }
@@ -136,7 +135,7 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
   if (has_symbols(a) || has_symbols(b)) {
     return a.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() ==
                b.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() &&
-           a.sym_storage_offset().sym_eq(b.sym_storage_offset()).guard_or_false(__FILE__, __LINE__);
+           surely(a.sym_storage_offset().sym_eq(b.sym_storage_offset()));
   }
   if (apart(a.storage(), b.storage())) return false;
   int64_t bytes;

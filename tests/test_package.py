@@ -26,7 +26,7 @@ from rope_ext import reference
 
 def test_build_info() -> None:
     info = rope_ext.build_info()
-    assert set(info) == {"version", "torch", "cuda", "cpu_isa", "cpu_isa_built"}
+    assert set(info) == {"version", "torch", "cuda", "cpu_isa", "cpu_isa_built", "library"}
     assert info["version"] == rope_ext.__version__
     assert info["torch"] == torch.__version__
     assert info["cpu_isa"] in info["cpu_isa_built"]

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 import rope_ext
-from cases import Case, each_case
+from cases import BF16, Case, Inputs, each_case, place_pair, random_table
 from harness import assert_same, check, forms, formula, op, twins
 
 LEVELS = ("default", "avx2", "avx512")
@@ -94,8 +97,9 @@ def test_eight_threads_at_once() -> None:
 
     def work(i: int) -> None:
         for _ in range(20):
-            for out, want in zip(op("apply")(*inputs[i]), expected[i], strict=True):
-                assert_same(out, want)
+            for call, rest in ((op("apply"), inputs[i][3:]), (rope_ext.apply_rotary_emb, ())):
+                for out, want in zip(call(*inputs[i][:3], *rest), expected[i], strict=True):
+                    assert_same(out, want)
             copies = [x.clone() for x in inputs[i][:2]]
             op("apply_")(*copies, *inputs[i][2:])
             for out, want in zip(copies, expected[i], strict=True):
@@ -182,31 +186,86 @@ print(len(set(re.findall(r"/\\S*/lib(?:gomp|iomp|omp)[^\\s/]*", maps))))
     )
 
 
-def test_a_forked_child_can_call_it() -> None:
+@pytest.mark.parametrize("used_before", (True, False), ids=("after-use", "before-use"))
+def test_a_forked_child_can_call_it(used_before: bool) -> None:
+    """After use the threads of the parent are gone, and OpenMP's as ever may not be asked for by the child."""
     assert (
         run(
-            """
+            f"""
 import os, signal, torch
 import rope_ext
 from rope_ext import reference
 torch.set_num_threads(2)
 x, table = torch.randn(2, 301, 33, 80), torch.randn(301, 40, dtype=torch.complex64)
-torch.ops.rope.rotate(x, table)
+if {used_before}:
+    torch.ops.rope.rotate(x, table)
 child = os.fork()
 if child == 0:
     signal.alarm(20)
     q, k = torch.randn(1, 1, 32, 128), torch.randn(1, 1, 8, 128)
     row = torch.randn(1, 64, dtype=torch.complex64)
     right = all(map(torch.equal, torch.ops.rope.apply(q, k, row), reference.apply(q, k, row)))
-    torch.set_num_threads(1)
+    if {used_before}:
+        torch.set_num_threads(1)
     right = right and torch.equal(torch.ops.rope.rotate(x, table), reference.rotate(x, table))
     os._exit(0 if right else 1)
+assert torch.equal(torch.ops.rope.rotate(x, table), reference.rotate(x, table))
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """,
             timeout=60,
         )
         == "0"
     )
+
+
+class InWorkers(Dataset):
+    """Inputs of one decode step and of a call that is cut between threads, and what a worker makes of them."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> tuple[Inputs, tuple[Tensor, Tensor]]:
+        torch.manual_seed(i)
+        tokens = (1, 301)[i % 2]
+        inputs = Inputs(*place_pair("dense", (2, tokens, 9, 80), BF16), random_table((tokens, 40)).contiguous())
+        return inputs, op("apply")(*inputs)
+
+
+@pytest.mark.parametrize("start", ("fork", "spawn"))
+def test_data_loader_workers(start: str) -> None:
+    for inputs, outs in DataLoader(InWorkers(), batch_size=None, num_workers=2, multiprocessing_context=start):
+        for out, want in zip(outs, formula(*inputs), strict=True):
+            assert_same(out, want)
+
+
+@pytest.mark.parametrize("limit", ("OMP_NUM_THREADS", "one core"))
+def test_it_takes_the_threads_it_is_given(limit: str) -> None:
+    run(
+        f"""
+import os
+if {limit!r} == "one core":
+    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+import torch
+import rope_ext
+from rope_ext import reference
+def rotate():
+    before = len(os.listdir("/proc/self/task"))
+    return torch.ops.rope.rotate(x, table), len(os.listdir("/proc/self/task")) - before
+x, table = torch.randn(2, 301, 33, 80), torch.randn(301, 40, dtype=torch.complex64)
+one, started = rotate()
+assert started == 0, started
+torch.set_num_threads(3)
+three, started = rotate()
+assert started == 2, started
+assert torch.equal(one, reference.rotate(x, table)) and torch.equal(one, three)
+""",
+        OMP_NUM_THREADS="1" if limit == "OMP_NUM_THREADS" else None,
+    )
+
+
+@pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python has an interpreter lock")
+def test_a_free_threaded_python_stays_so() -> None:
+    assert run("import sys, torch, rope_ext; print(sys._is_gil_enabled())", PYTHON_GIL=None) == "False"
 
 
 def test_a_decode_step_starts_no_thread() -> None:

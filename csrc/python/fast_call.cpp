@@ -5,6 +5,7 @@
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <pybind11/gil_safe_call_once.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <optional>
@@ -24,11 +25,12 @@ bool is_brief(const at::Tensor& x) {
 }
 
 PyObject* through_torch_ops(PyObject* const* args, Py_ssize_t n, PyObject* keywords) {
-  static PyObject* op = [] {
-    pybind11::object ops = pybind11::module_::import("torch").attr("ops");
-    return pybind11::object(ops.attr("rope").attr("apply").attr("default")).release().ptr();
-  }();
-  return PyObject_Vectorcall(op, args, n, keywords);
+  // not a plain static: its guard would be held while Python code runs, which may wait for a thread that waits for it
+  PYBIND11_CONSTINIT static pybind11::gil_safe_call_once_and_store<pybind11::object> op;
+  op.call_once_and_store_result([] {
+    return pybind11::object(pybind11::module_::import("torch").attr("ops").attr("rope").attr("apply").attr("default"));
+  });
+  return PyObject_Vectorcall(op.get_stored().ptr(), args, n, keywords);
 }
 
 PyObject* apply(PyObject* /*module*/, PyObject* const* args, Py_ssize_t n, PyObject* keywords) {

@@ -14,6 +14,9 @@ from rope_ext.tables.build import precompute_freqs_cis
 from rope_ext.tables.params import RopeParams, integer
 from rope_ext.tables.scaling import dynamic_theta, frequencies, powers
 
+# torch 2.6 only tells whether it compiles: a table is then a plain tensor to torch.compile too, which CUDA graphs copy.
+_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
+
 
 class SharedTables:
     """Every constant made from one set of hyperparameters, by device: one object in a process for all its modules."""
@@ -88,7 +91,7 @@ class SharedTables:
     def get(self, device: torch.device, kind: str, *key: int) -> Tensor:
         """The constant of this kind, made at its first use on a device."""
         name = self._ensure(device, kind, *key)
-        if torch.compiler.is_exporting():
+        if _is_exporting():
             return self._plain(name)  # type: ignore[no-any-return]
         constant: Tensor = getattr(self, name)
         return constant
