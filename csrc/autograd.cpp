@@ -9,6 +9,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
 
 #include "checks.h"
 #include "formula.h"
@@ -21,16 +22,60 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
+// One backward pass as a function of values alone: compiled autograd traces it with tensors of its own.
+struct Backward {
+  at::Tensor x, cos, sin, positions;  // undefined where the call has none, x also where the table needs no gradient
+  bool interleaved, conj, x_wanted, table_wanted;
+  OptionalInt rotary_dim;
+
+  variable_list operator()(const at::Tensor& grad) const {
+    const bool complex_table = !sin.defined();
+    variable_list result(complex_table ? 2 : 3);
+    if (!grad.defined()) return result;
+
+    const OptionalTensor rows = positions.defined() ? OptionalTensor(positions) : std::nullopt;
+    const auto call = [&](bool conjugate) {
+      return Call{"rope::rotate",
+                  {&grad, nullptr},
+                  {&cos, complex_table ? nullptr : &sin},
+                  rows,
+                  interleaved,
+                  rotary_dim,
+                  conjugate,
+                  false};
+    };
+    if (x_wanted) result[0] = dispatch(call(!conj))[0];
+    if (table_wanted) {
+      auto [g_cos, g_sin] = table_gradients(x, grad, call(conj));
+      result[1] = std::move(g_cos);
+      if (!complex_table) result[2] = std::move(g_sin);
+    }
+    return result;
+  }
+
+  // To Python and back, where compiled autograd keeps its graph.
+  std::vector<c10::IValue> pack() const {
+    return {x, cos, sin, positions, interleaved, conj, x_wanted, table_wanted, rotary_dim};
+  }
+  static std::vector<at::TypePtr> packed_types() {
+    const at::TypePtr tensor = at::TensorType::get(), flag = at::BoolType::get();
+    return {tensor, tensor, tensor, tensor, flag, flag, flag, flag, at::OptionalType::create(at::IntType::get())};
+  }
+  static variable_list of_packed(const variable_list& grads, const std::vector<c10::IValue>& v) {
+    return Backward{v[0].toTensor(), v[1].toTensor(), v[2].toTensor(), v[3].toTensor(),           v[4].toBool(),
+                    v[5].toBool(),   v[6].toBool(),   v[7].toBool(),   v[8].toOptional<int64_t>()}(grads[0]);
+  }
+};
+
 struct RotateBackward final : Node {
   SavedVariable x;  // only when the table needs a gradient
   std::array<SavedVariable, 2> table;
   SavedVariable positions;
-  bool complex_table, has_positions, table_grad, interleaved, conj;
+  bool complex_table, table_grad, interleaved, conj;
   OptionalInt rotary_dim;
 
   RotateBackward(const Call& call, const at::Tensor& x_in, bool needs_table_grad)
       : complex_table(call.complex_table()),
-        has_positions(call.positions.has_value()),
         table_grad(needs_table_grad),
         interleaved(call.interleaved),
         conj(call.conj),
@@ -39,7 +84,7 @@ struct RotateBackward final : Node {
     for (const int i : {0, 1}) {
       if (call.table[i]) table[i] = SavedVariable(*call.table[i], false);
     }
-    if (has_positions) positions = SavedVariable(*call.positions, false);
+    if (call.positions) positions = SavedVariable(*call.positions, false);
   }
 
   std::string name() const override { return "RotateBackward"; }
@@ -53,30 +98,47 @@ struct RotateBackward final : Node {
 
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    variable_list result(complex_table ? 2 : 3);
-    const auto& grad = grads[0];
-    if (!grad.defined()) return result;
+    return unpack()(grads[0]);
+  }
 
-    const at::Tensor cos = table[0].unpack();
-    const at::Tensor sin = complex_table ? at::Tensor() : table[1].unpack();
-    const OptionalTensor rows = has_positions ? OptionalTensor(positions.unpack()) : std::nullopt;
-    const auto call = [&](bool conjugate) {
-      return Call{"rope::rotate",
-                  {&grad, nullptr},
-                  {&cos, complex_table ? nullptr : &sin},
-                  rows,
-                  interleaved,
-                  rotary_dim,
-                  conjugate,
-                  false};
-    };
-    if (task_should_compute_output(0)) result[0] = dispatch(call(!conj))[0];
-    if (table_grad && (task_should_compute_output(1) || (!complex_table && task_should_compute_output(2)))) {
-      auto [g_cos, g_sin] = table_gradients(x.unpack(), grad, call(conj));
-      result[1] = std::move(g_cos);
-      if (!complex_table) result[2] = std::move(g_sin);
-    }
-    return result;
+#if ROPE_TORCH_SINCE(13)  // before, these interfaces changed with every release
+  // The two halves of compiled autograd: what a traced graph depends on, and the trace.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    for (const auto* saved : {&x, &table[0], &table[1], &positions}) args.collect(*saved, /*is_output=*/false);
+    for (const bool flag : {complex_table, table_grad, interleaved, conj}) args.collect(flag);
+    args.collect(rotary_dim);
+  }
+
+  variable_list apply_with_saved(const variable_list& grads,
+                                 torch::dynamo::autograd::SwapSavedVariables& swap) override {
+    namespace compiled = torch::dynamo::autograd;
+    const auto& compiler = compiled::getPyCompilerInterface();
+    static const std::string bound =
+        compiler->bind_function(swap.get_py_compiler(), name(), Backward::of_packed, Backward::packed_types());
+    const std::array<SavedVariable*, 4> all_saved{&x, &table[0], &table[1], &positions};
+    for (auto* saved : all_saved) swap.before(*saved);
+    const auto results = compiler->call_function(
+        swap.get_py_compiler(), "apply_functional", bound, grads, unpack().pack(),
+        compiled::IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
+            compiled::get_input_metadata(next_edges())));
+    for (auto* saved : all_saved) swap.after(*saved);
+    return results;
+  }
+#endif
+
+ private:
+  Backward unpack() {
+    const bool table_wanted =
+        table_grad && (task_should_compute_output(1) || (!complex_table && task_should_compute_output(2)));
+    return {table_wanted ? x.unpack() : at::Tensor(),
+            table[0].unpack(),
+            table[1].unpack(),
+            positions.unpack(),
+            interleaved,
+            conj,
+            task_should_compute_output(0),
+            table_wanted,
+            rotary_dim};
   }
 };
 

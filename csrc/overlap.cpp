@@ -100,6 +100,7 @@ bool distance(const at::Tensor& a, const at::Tensor& b, int64_t* bytes) {
 bool apart(const at::Storage& a, const at::Storage& b) {
   const auto* a_begin = static_cast<const char*>(a.data());
   const auto* b_begin = static_cast<const char*>(b.data());
+  if (!a_begin || !b_begin) return false;  // meta and fake tensors: the size of their storage may be a symbol
   return a_begin + a.nbytes() <= b_begin || b_begin + b.nbytes() <= a_begin;
 }
 

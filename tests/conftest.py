@@ -39,6 +39,12 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_compiler_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What an older build compiled is not met again, and all tests share the headers that Inductor precompiles."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("inductor"))
+
+
 @pytest.fixture(autouse=True)
 def _seed_and_threads() -> Iterator[None]:
     threads = torch.get_num_threads()

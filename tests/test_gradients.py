@@ -163,16 +163,32 @@ def test_what_backward_needs_is_guarded(device: str) -> None:
         out.sum().backward()
 
 
-def test_nothing_of_x_is_kept_for_the_gradient_of_x(device: str) -> None:
-    """The rotation is linear: only a gradient of the table needs x."""
-    x = torch.randn(2, 5, 3, 8, device=device, requires_grad=True)
-    table = random_table((5, 4), device=device)
-    saved: list[Tensor] = []
+SAVING = {  # what a table argument is made of, and whether x is rotated in place
+    "apply": (lambda table: (table,), False),
+    "apply_cos_sin": (lambda table: (table.real.clone(), table.imag.clone()), False),
+    "apply_": (lambda table: (table.conj(),), True),
+    "apply_cos_sin_": (lambda table: (table.real, table.imag), True),
+}
+
+
+@pytest.mark.parametrize("form", SAVING)
+def test_nothing_of_x_is_kept_for_the_gradient_of_x(form: str, device: str) -> None:
+    """The rotation is linear: q and k each keep the table and the positions as they are, whatever their own size."""
+    make_tables, in_place = SAVING[form]
+    pair = [x.detach().requires_grad_() for x in place_pair("dense", (2, 50, 3, 8), F32, device)]
+    pair = [x * 2 for x in pair] if in_place else pair
+    table, positions = random_rows("ids", (2, 50, 3, 8), 4, device=device)
+    tables, saved = make_tables(table), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        op("rotate")(x, table)
-        assert [t.data_ptr() for t in saved] == [table.data_ptr()]
-        op("rotate")(x, table.detach().requires_grad_())
-        assert x.data_ptr() in {t.data_ptr() for t in saved}
+        op(form)(*pair, *tables, positions)
+    kept = (*tables, positions)
+    assert [(t.data_ptr(), t.shape) for t in saved] == [(t.data_ptr(), t.shape) for t in kept] * 2
+
+    if not in_place:  # only a gradient of the table needs x
+        tables[0].requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            op(form)(*pair, *tables, positions)
+        assert {x.data_ptr() for x in pair} <= {t.data_ptr() for t in saved}
 
 
 @each_pairing

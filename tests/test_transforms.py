@@ -1,17 +1,30 @@
-"""torch.func: grad, vjp, jvp, vmap and their compositions, of x and of the table."""
+"""torch.func: grad, vjp, jvp, vmap and their compositions, of x and of the table; activation checkpointing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from cases import F32, F64, each_dtype, each_pairing, place_pair, random_rows, random_table
+from cases import (
+    F32,
+    F64,
+    PACKED_ROW_FORMS,
+    ROW_FORMS,
+    each_dtype,
+    each_pairing,
+    place_pair,
+    random_rows,
+    random_table,
+)
 from harness import assert_same, op
 from rope_ext import reference
+from test_modes import Calls
 
 C128 = torch.complex128
 
@@ -62,47 +75,43 @@ def test_composed_transforms(device: str) -> None:
     torch.testing.assert_close(per_sample(xs, table), torch.stack([grad(scalar_reference)(x, table) for x in xs]))
 
 
-VMAPS = {
-    # the row form of one call; then the dimension of xq, of xk, of the table and of the positions that is mapped
-    "q-and-k": ("rows", (0, 0, None, None)),
-    "q-at-3": ("rows-shared", (3, None, None, None)),
-    "k-at-4": ("rows", (None, 4, None, None)),
-    "k-beside-ids": ("ids", (None, 1, None, None)),
-    "q-and-k-beside-rows-by-sample": ("rows-by-sample", (0, 2, None, None)),
-    "q-beside-ids-by-sample": ("ids-by-sample", (1, None, None, None)),
-    "table": ("rows", (None, None, 1, None)),
-    "table-by-sample": ("rows-by-sample", (None, 0, 2, None)),
-    "all": ("ids", (1, 2, 0, 1)),
-    "positions": ("ids", (None, None, None, 0)),
-    "q-and-positions-by-sample": ("ids-by-sample", (2, None, None, 1)),
-}
-
-
-@each_pairing
 @each_dtype
 @pytest.mark.parametrize("cos_sin", (False, True), ids=("complex", "cos-sin"))
-@pytest.mark.parametrize("name", VMAPS)
-def test_vmap(name: str, cos_sin: bool, dtype: torch.dtype, interleaved: bool, device: str) -> None:
-    form, dims = VMAPS[name]
-    q, k = place_pair("sliced", (2, 5, 3, 8), dtype, device)
-    table, positions = random_rows(form, (2, 5, 3, 8), 4, device=device)
+@pytest.mark.parametrize("form", (*ROW_FORMS, *(f"packed-{form}" for form in PACKED_ROW_FORMS)))
+def test_vmap_over_any_dimensions(form: str, cos_sin: bool, dtype: torch.dtype, device: str) -> None:
+    """Every choice of in_dims that takes each dimension of each argument, from the front or from the back."""
+    shape = (5, 3, 8) if form.startswith("packed") else (2, 5, 3, 8)
+    q, k = place_pair("sliced", shape, dtype, device)
+    table, positions = random_rows(form.removeprefix("packed-"), shape, 4, device=device)
+    ranks = [len(shape), len(shape), table.ndim, None if positions is None else positions.ndim]
+    choices = [[None] if rank is None else [None, *range(-1, rank + 1)] for rank in ranks]
 
-    def mapped(x: Tensor | None, dim: int | None) -> Tensor | None:
-        if x is None or dim is None:
-            return x
-        return torch.stack((x, 2 * x, -x) if x.is_floating_point() or x.is_complex() else (x, 10 - x, x.flip(-1)), dim)
+    def samples(x: Tensor | None) -> list[Tensor]:
+        if x is None or x.is_floating_point() or x.is_complex():
+            return [] if x is None else [x, 2 * x, -x]
+        return [x, 10 - x, x.flip(-1)]
 
-    def call(q: Tensor, k: Tensor, table: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        if cos_sin:
-            return op("apply_cos_sin")(q, k, table.real, table.imag, positions, interleaved)
-        return op("apply")(q, k, table, positions, interleaved)
+    several = [samples(x) for x in (q, k, table, positions)]
+    for turn in range(24):
+        dims = [options[(turn * (i + 1) + turn // 5) % len(options)] for i, options in enumerate(choices)]
+        if dims == [None] * 4:
+            continue
+        options = (bool(turn % 2), None, turn % 3 == 0)
+        inputs = [
+            x if dim is None else torch.stack(xs, dim)
+            for x, xs, dim in zip((q, k, table, positions), several, dims, strict=True)
+        ]
 
-    inputs = [mapped(x, dim) for x, dim in zip((q, k, table, positions), dims, strict=True)]
-    actual = vmap(call, in_dims=dims)(*inputs)
-    for i in range(3):
-        one = [x if x is None or dim is None else x.select(dim, i) for x, dim in zip(inputs, dims, strict=True)]
-        for out, want in zip(actual, reference.apply(*one, interleaved), strict=True):
-            assert_same(out[i].contiguous(), want.contiguous(), f"{name}, {i}")
+        def call(q: Tensor, k: Tensor, t: Tensor, ids: Tensor | None, options: tuple = options) -> tuple:
+            if cos_sin:
+                return op("apply_cos_sin")(q, k, t.real, t.imag, ids, *options)
+            return op("apply")(q, k, t, ids, *options)
+
+        actual = vmap(call, in_dims=tuple(dims))(*inputs)
+        for i in range(3):
+            one = [x if dim is None else xs[i] for x, xs, dim in zip(inputs, several, dims, strict=True)]
+            for out, want in zip(actual, reference.apply(*one, *options), strict=True):
+                assert_same(out[i].contiguous(), want.contiguous(), f"in_dims {dims}, sample {i}")
 
 
 @each_pairing
@@ -202,3 +211,44 @@ def test_float32_is_what_the_op_computes(device: str) -> None:
     out, pullback = vjp(lambda x: op("rotate")(x, table), x)
     assert_same(out, reference.rotate(x, table))
     assert_same(pullback(out)[0], reference.rotate(out, table, conj=True))
+
+
+CHECKPOINTS: dict[str, dict] = {
+    "full": {},
+    "full-reentrant": {"use_reentrant": True},
+    "selective": {"context_fn": partial(create_selective_checkpoint_contexts, [op("apply")])},
+}
+
+
+@pytest.mark.parametrize("form", ("apply", "apply_"))
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_activation_checkpointing(name: str, form: str, device: str) -> None:
+    projection = torch.nn.Linear(24, 5 * 8, device=device)
+    x, table = torch.randn(2, 7, 24, device=device, requires_grad=True), random_table((7, 4), device=device)
+
+    def block(x: Tensor) -> Tensor:
+        qkv = projection(x).unflatten(-1, (5, 8))
+        q, k = qkv[:, :, :3], qkv[:, :, 3:]
+        rotated = op(form)(q, k, table) or (q, k)
+        return torch.cat(rotated, 2).square().sum()
+
+    leaves = (x, *projection.parameters())
+    block(x).backward()
+    expected = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    with Calls() as calls:  # below the modes of the checkpoint, which hand it only what they do not remember
+        checkpoint(block, x, **{"use_reentrant": False, **CHECKPOINTS[name]}).backward()
+    remembered = name == "selective" and form == "apply"
+    assert calls.names.count(f"rope.{form}.default") == (1 if remembered else 2)
+    for leaf, want in zip(leaves, expected, strict=True):
+        assert_same(leaf.grad, want)
+
+
+def test_saved_tensors_on_the_cpu(device: str) -> None:
+    x, table = torch.randn(2, 5, 3, 8, device=device, requires_grad=True), random_table((5, 4), device=device)
+    (expected,) = torch.autograd.grad(op("rotate")(x, table.conj()).square().sum(), x)
+    with torch.autograd.graph.save_on_cpu():
+        out = op("rotate")(x, table.conj())
+    (grad,) = torch.autograd.grad(out.square().sum(), x)
+    assert_same(grad, expected)
