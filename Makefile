@@ -29,7 +29,7 @@ demo: $(VENV)/built  ## a LLaMA model generates text with Meta's rotary and with
 	$(BIN)/python benchmarks/demo.py $(ARGS)
 
 test: $(VENV)/built  ## the test suite; ARGS='-k strides'
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile $(ARGS)
 
 bench: $(VENV)/built  ## the benchmarks
 	$(BIN)/python benchmarks/bench.py $(ARGS)

@@ -37,7 +37,9 @@ def run_snippets(page: str) -> dict[str, Any]:
     """The namespace of a page after its last snippet."""
     if re.search(r"^from transformers", text_of(page), re.MULTILINE):
         pytest.importorskip("transformers", reason="parity needs the transformers package, a test dependency")
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {
+        "model": torch.nn.Module()
+    }  # the README's reader has one; docs/from-huggingface.md a real one
     printed = io.StringIO()
     for kind, code in SNIPPET.findall(text_of(page)):
         if kind == "text":
