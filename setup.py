@@ -8,6 +8,7 @@ TORCH_CUDA_ARCH_LIST and MAX_JOBS work as for any torch extension.
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,14 +19,16 @@ import setuptools
 
 ROOT = Path(__file__).parent
 CSRC = Path("csrc")
-VERSION = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE).group(1)
+PROJECT = (ROOT / "pyproject.toml").read_text()
+VERSION = re.search(r'^version = "(.+)"', PROJECT, re.MULTILINE).group(1)
+OLDEST_TORCH = re.search(r'"torch>=([\d.]+)"', PROJECT).group(1)
 INSTALL = "pip install --no-build-isolation ."
 LIBRARY, MODULE = "rope_ext.librope_ext", "rope_ext._C"
 
 try:
     import torch
     from torch.utils import cpp_extension
-except ImportError as error:
+except (ImportError, OSError) as error:  # OSError: a library that torch loads
     sys.exit(
         f"rope_ext is compiled against the torch that it will run with, and this build cannot see one: {error}.\n"
         f"Install torch and the build tools first, then build without isolation:\n"
@@ -37,9 +40,13 @@ if int(setuptools.__version__.split(".")[0]) < 77:  # would say that pyproject.t
     )
 if sys.platform != "linux":
     sys.exit("rope_ext builds on Linux, with g++ or clang, and on nothing else yet")
+if torch.__version__ < OLDEST_TORCH:  # pip would build with it and then replace it
+    sys.exit(
+        f"rope_ext needs torch {OLDEST_TORCH} or later, found {torch.__version__}: pip install 'torch>={OLDEST_TORCH}'"
+    )
 
 # ninja of this environment, activated or not
-os.environ["PATH"] += os.pathsep + sysconfig.get_path("scripts")
+os.environ["PATH"] = os.environ.get("PATH", os.defpath) + os.pathsep + sysconfig.get_path("scripts")
 
 
 def say(text):
@@ -53,17 +60,31 @@ def output(*command):
 
 # ---- the C++ compiler
 
+DUMP = ("-dM", "-E", "-x", "c++", os.devnull)
+
 
 def compiler_macros():
     """What the compiler defines by itself, or the end of the build with a sentence instead of distutils' traceback."""
     # torch compiles with CXX or c++, distutils links with what Python was built with: let it be one compiler
     command = os.environ.setdefault("CXX", "c++")
-    if shutil.which(command) is None:
-        sys.exit(f"rope_ext needs a C++ compiler, and {command!r} was not found: install g++ or set CXX to one")
-    dump = output(command, "-dM", "-E", "-x", "c++", os.devnull)
-    macros = dict(re.findall(r"^#define (\S+) (.*)$", dump, re.MULTILINE))
+    words = shlex.split(command) or [command]  # "ccache g++" is two
+    if shutil.which(words[0]) is None:
+        sys.exit(f"rope_ext needs a C++ compiler, and {words[0]!r} was not found: install g++ or set CXX to one")
+
+    def defined(*options):
+        return dict(re.findall(r"^#define (\S+) (.*)$", output(*words, *options, *DUMP), re.MULTILINE))
+
+    macros, include = defined(), sysconfig.get_path("include")
     if "__clang__" not in macros and int(macros.get("__GNUC__", 0)) < 10:
-        sys.exit(f"rope_ext needs g++ 10 or later, or clang, as torch's headers do; {command!r} is older, or neither")
+        sys.exit(
+            f"rope_ext needs g++ 10 or later, or clang, as torch's headers do, and {command!r} is older, or neither: "
+            "install one of them and set CXX to it"
+        )
+    if "PY_VERSION" not in defined(f"-I{include}", "-include", "Python.h"):  # or it ends so after two minutes
+        sys.exit(
+            f"rope_ext is compiled with Python's headers, and {command!r} finds no Python.h, nor is one in {include}: "
+            f"install python{sysconfig.get_python_version()}-dev, on Fedora -devel"
+        )
     return macros
 
 
@@ -90,15 +111,21 @@ def wants_cuda():
         sys.exit(f"ROPE_EXT_CUDA must be 0 or 1, found {forced!r}")
     if forced == "0":
         return False
-    missing = []
+    missing, home = [], cuda_home()
     if torch.version.cuda is None:
         missing.append(f"torch {torch.__version__} is a build without CUDA")
-    if cuda_home() is None:
+    if home is None:
         missing.append("no CUDA toolkit with nvcc was found (set CUDA_HOME to its folder)")
     if not missing:
+        theirs, ours = torch.version.cuda, release(Path(home, "bin", "nvcc"))
+        if theirs.split(".")[0] != ours.split(".")[0]:
+            sys.exit(
+                f"torch {torch.__version__} is of CUDA {theirs}, the nvcc in {home} of CUDA {ours}: set CUDA_HOME to "
+                f"a toolkit {theirs}, or ROPE_EXT_CUDA=0 to build for the CPU only"
+            )
         return True
     if forced == "1":
-        sys.exit(f"ROPE_EXT_CUDA=1, but {' and '.join(missing)}")
+        sys.exit(f"ROPE_EXT_CUDA=1, but {' and '.join(missing)}: install what is missing, or unset ROPE_EXT_CUDA")
     say(f"building for the CPU only: {' and '.join(missing)}")
     return False
 
@@ -113,12 +140,17 @@ def supported_archs(nvcc):
     return ";".join(archs) + "+PTX"
 
 
-def arch_names(arch_list):
-    names = []
-    for arch in re.split("[; ]+", arch_list):
-        number, ptx = arch.removesuffix("+PTX").replace(".", ""), arch.endswith("+PTX")
-        names += [f"sm_{number}"] + [f"compute_{number}"] * ptx
-    return names
+def arch_names():
+    """What TORCH_CUDA_ARCH_LIST means to torch: sm_90 and compute_90 for "9.0+PTX", and for "Hopper"."""
+    try:
+        flags = cpp_extension._get_cuda_arch_flags()
+    except (ValueError, IndexError) as error:  # a name it does not know; "native" without a GPU
+        sys.exit(
+            f"TORCH_CUDA_ARCH_LIST={os.environ['TORCH_CUDA_ARCH_LIST']!r} cannot be used ({error}): unset it, or list "
+            "architectures such as '8.0;9.0+PTX'"
+        )
+    names = re.findall(r",code=(\w+)", " ".join(flags))
+    return sorted(names, key=lambda name: (name.startswith("compute"), len(name), name))
 
 
 # ---- extensions
@@ -126,7 +158,7 @@ def arch_names(arch_list):
 # No contraction to FMA: results are the same bits on every instruction set.
 CXX = ["-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wno-psabi", "-Wno-unknown-pragmas"]
 SANITIZE = ["-O1", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
-NVCC = ["-O3", "--fmad=false", "--compress-mode=size", "-Xptxas", "-warn-spills,-warn-lmem-usage,-Werror"]
+NVCC = ["-O3", "--fmad=false"]
 
 
 def cxx_flags():
@@ -138,6 +170,11 @@ def cxx_flags():
         # to the one that torch has loaded.
         flags.append("-fopenmp")
     return flags + SANITIZE * sanitized()
+
+
+def nvcc_flags(toolkit):
+    knows_compression = [int(part) for part in toolkit.split(".")] >= [12, 8]
+    return NVCC + ["--compress-mode=size"] * knows_compression
 
 
 def sanitized():
@@ -156,12 +193,13 @@ def extensions():
     make = cpp_extension.CppExtension
     if wants_cuda():
         cpp_extension.CUDA_HOME = os.environ["CUDA_HOME"] = home = cuda_home()
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", supported_archs(Path(home, "bin", "nvcc")))
+        nvcc = Path(home, "bin", "nvcc")
+        if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
+            os.environ["TORCH_CUDA_ARCH_LIST"] = supported_archs(nvcc)
+        macros += [("ROPE_CUDA_TOOLKIT", release(nvcc)), ("ROPE_CUDA_ARCHS", "|".join(arch_names()))]
         say(f"building CUDA kernels for {os.environ['TORCH_CUDA_ARCH_LIST']} with {home}")
-        macros += [("ROPE_CUDA_TOOLKIT", release(Path(home, "bin", "nvcc")))]
-        macros += [("ROPE_CUDA_ARCHS", "|".join(arch_names(os.environ["TORCH_CUDA_ARCH_LIST"])))]
         files += sources(CSRC / "cuda") + sources(CSRC / "cuda", "*.cu")
-        flags["nvcc"] = NVCC
+        flags["nvcc"] = nvcc_flags(release(nvcc))
         make = cpp_extension.CUDAExtension
     library = make(
         LIBRARY,
@@ -184,7 +222,10 @@ def extensions():
 
 class Build(cpp_extension.BuildExtension):
     def __init__(self, *args, **kwargs):
-        super().__init__(*args, **{"use_ninja": shutil.which("ninja") is not None, **kwargs})
+        ninja = shutil.which("ninja") is not None
+        if not ninja:
+            say("ninja was not found, so that files are compiled one after the other: pip install ninja")
+        super().__init__(*args, **{"use_ninja": ninja, **kwargs})
 
     def finalize_options(self):
         super().finalize_options()
