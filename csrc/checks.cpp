@@ -84,7 +84,8 @@ void check_dtypes(const Call& call) {
                        "view_as_complex, two real tables "
                        "go to ",
                        call.op, call.in_place ? "cos_sin_" : "_cos_sin");
-      TORCH_CHECK_TYPE(false, call.op, ": freqs_cis must be complex64 or complex128, found ", dtype_name(table));
+      TORCH_CHECK_TYPE(false, call.op, ": freqs_cis must be complex64 or complex128, found ", dtype_name(table),
+                       type == at::kComplexHalf ? "; .to(torch.complex64) widens it" : "");
     }
   } else {
     for (const int i : {0, 1}) {
@@ -162,14 +163,15 @@ void check_table(const Call& call) {
   const auto t = sizes<Int>(table);
   const auto head_dim = sizes<Int>(x)[x.dim() - 1];
   const auto rotary_dim = call.rotary_dim ? Int(*call.rotary_dim) : head_dim;
-  TORCH_CHECK_VALUE(same(t[rank - 1] * 2, rotary_dim), call.op, ": the last dimension of ", name, " must be half of ",
-                    call.rotary_dim ? "rotary_dim = " : "head_dim = ", rotary_dim,
-                    call.rotary_dim
-                        ? ""
-                        : " (one column per pair: where it holds each of them twice, as in Hugging Face models, pass "
-                          "[..., : head_dim // 2]; to rotate only the first features of each head, pass "
-                          "rotary_dim)",
-                    ", found ", t[rank - 1]);
+  if (!same(t[rank - 1] * 2, rotary_dim)) {
+    const auto* width = call.rotary_dim ? "rotary_dim" : "head_dim";
+    TORCH_CHECK_VALUE(!same(t[rank - 1], rotary_dim), call.op, ": the last dimension of ", name, " must be half of ",
+                      width, " = ", rotary_dim, ", one column per pair, found ", t[rank - 1],
+                      ". Where it holds each of them twice, as in Hugging Face models, pass [..., : ", width, " // 2]");
+    TORCH_CHECK_VALUE(false, call.op, ": the last dimension of ", name, " must be half of ", width, " = ", rotary_dim,
+                      ", one column per pair, found ", t[rank - 1],
+                      call.rotary_dim ? "" : ". To rotate only the first features of each head, pass rotary_dim");
+  }
   if (rank == 3) {
     const auto batch = sizes<Int>(x)[0];
     TORCH_CHECK_VALUE(is_one(t[0]) || same(t[0], batch), call.op,
@@ -199,9 +201,10 @@ void check_positions(const Call& call) {
   } else if (p.size() == 2 && !packed) {
     fits = same(p[1], s[1]) && (is_one(p[0]) || same(p[0], s[0]));
   }
-  TORCH_CHECK_VALUE(fits, call.op, ": positions must have shape ",
-                    packed ? "(tokens,)" : "(seqlen,), (1, seqlen) or (batch, seqlen)", ", found ",
-                    call.positions->sym_sizes(), " for ", call.x_name(0), " of shape ", x.sym_sizes());
+  TORCH_CHECK_VALUE(
+      fits, call.op, ": positions must have shape ", packed ? "(tokens,)" : "(seqlen,), (1, seqlen) or (batch, seqlen)",
+      ", found ", call.positions->sym_sizes(), " for ", call.x_name(0), " of shape ", x.sym_sizes(),
+      packed ? "" : ", which is (batch, seqlen, heads, head_dim): transpose(1, 2) where heads come first");
 }
 
 void check_overlaps(const Call& call) {

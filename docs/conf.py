@@ -11,6 +11,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
 highlight_language = "none"
+default_role = "code"  # docstrings write code between single backticks too
 smartquotes = False  # messages and code are quoted as they are
 
 # References are checked (-n) within the package: those to torch and Python would need the network, private types are

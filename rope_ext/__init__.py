@@ -24,12 +24,14 @@ except ImportError:
         "package from outside the source tree"
     )
 else:
-    _CANNOT = (
-        f"rope_ext was built for torch {_BUILT_FOR} and this is torch {torch.__version__}: rebuild it with "
-        "`pip install --no-build-isolation --no-deps --force-reinstall .` in its source folder"
-        if torch.__version__ != _BUILT_FOR
-        else ""
-    )
+    _CANNOT = ""
+    if torch.__version__ != _BUILT_FOR:
+        from rope_ext.__main__ import REBUILD
+
+        _CANNOT = (
+            f"rope_ext was built for torch {_BUILT_FOR} and this is torch {torch.__version__}: rebuild it with "
+            f"`{REBUILD}` in its source folder"
+        )
 
 if _CANNOT:
     if sys.argv[:1] == ["-m"] and "rope_ext" in sys.orig_argv:

@@ -23,7 +23,10 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-REBUILD = "pip install --no-build-isolation --no-deps --force-reinstall ."
+# where the sources are here, an install would leave the libraries beside them as they are
+REBUILD = "pip install --no-build-isolation --no-deps " + (
+    "-e ." if (HERE.parent / "setup.py").exists() else "--force-reinstall ."
+)
 # what csrc/cpu/isa.cpp asks of a CPU, as /proc/cpuinfo spells it
 LEVELS = {"avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "f16c"}, "avx2": {"avx2", "fma", "f16c"}}
 

@@ -74,6 +74,13 @@ def shardings(xs: int, tables: int, in_place: bool, *args: Any) -> list[tuple[li
     if not in_place:
         return [(out, out + others) for out, others in found]
 
+    for t in x:
+        for size, placement in zip(t.mesh.shape, t.placements, strict=True):
+            if isinstance(placement, Shard) and t.shape[placement.dim] < size:
+                raise RuntimeError(
+                    f"in place, a dimension of {t.shape[placement.dim]} cannot be sharded over {size} ranks, of which "
+                    "some would have nothing: use the op without the underscore"
+                )
     present = set(zip(*(t.placements for t in x), strict=True))
     possible = [(each, others) for each, others in found if tuple(each) in present]
     # DTensor holds the first argument to its placements. They must leave xk no choice, also across a mesh's dimensions.

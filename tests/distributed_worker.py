@@ -243,6 +243,11 @@ def what_would_lose_a_write_is_refused() -> None:
         with pytest.raises(RuntimeError, match="in place, xq and xk must be sharded alike"):
             op("apply_")(*xs, place(table, where, placements("rr"[: where.ndim], "sf")))
         assert all(torch.equal(x.to_local(), old) for x, old in zip(xs, before, strict=True))
+    for dim, shape in enumerate(((1, 6, 4, 8), (2, 1, 4, 8), (2, 6, 1, 8))):
+        x = place(torch.randn(shape), mesh("2"), [Shard(dim)])
+        rows = place(table[: shape[1]], mesh("2"), placements("s" if dim == 1 else "r", "sf"))
+        with pytest.raises(RuntimeError, match="cannot be sharded over 2 ranks"):
+            op("rotate_")(x, rows)
 
 
 @check

@@ -63,7 +63,8 @@ def broken(tmp_path: Path) -> Path:
 
 def test_where_the_package_cannot_be_imported(broken: Path) -> None:
     (sentence,) = json.loads(run(str(broken), "--json", status=1))["problems"]
-    assert f"built for torch 1.2.3 and this is torch {torch.__version__}" in sentence and doctor.REBUILD in sentence
+    assert f"built for torch 1.2.3 and this is torch {torch.__version__}" in sentence
+    assert "`pip install --no-build-isolation --no-deps --force-reinstall .`" in sentence  # no setup.py lies beside it
     assert "built for torch 1.2.3" in run("-m", "rope_ext", status=1, cwd=broken.parent)
     (broken / "_built_for.py").unlink()
     (sentence,) = json.loads(run(str(broken), "--json", status=1))["problems"]

@@ -52,9 +52,9 @@ void check_position_values(const Call& call, const Params& p) {
       if (positions.dim() == 2) index << b << ", ";
       index << t;
       TORCH_CHECK_INDEX(false, call.op, ": positions[", index.str(), "] = ", value, " is out of range for a table of ",
-                        p.rows, " rows (0 to ", p.rows - 1,
-                        "); nothing was rotated. Positions are rows of the whole table: make it "
-                        "longer, or pass it unsliced");
+                        p.rows, " rows (0 to ", p.rows - 1, "); nothing was rotated. ",
+                        value < 0 ? "Positions start at 0: give padding any row of the table, as clamp(min=0) does"
+                                  : "Positions are rows of the whole table: make it longer, or pass it unsliced");
     }
   }
 }

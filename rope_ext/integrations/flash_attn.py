@@ -34,8 +34,9 @@ def apply_rotary_emb(
         interleaved: pairs are neighbours (True) or halves (False).
         inplace: write into x and return it.
         seqlen_offsets: the position of each sequence's first token: one number, or int32 or int64 ``(B,)``.
-        cu_seqlens: where packed sequences begin, and the end of the last: int32 or int64 ``(B + 1,)``, from 0. Tokens
-            past the end are padding, which flash-attn does not write; here they get row 0.
+        cu_seqlens: where packed sequences begin, and the end of the last: int32 or int64 ``(B + 1,)``, from 0, rising;
+            its values are not checked, which would stop a GPU. Tokens past the end are padding, which flash-attn does
+            not write; here they get row 0.
         max_seqlen: length of the longest packed sequence, to tell that the table is long enough without reading the
             device; optional here, and nothing else depends on it.
         conjugate: rotate backwards.
@@ -75,6 +76,8 @@ def apply_rotary_emb(
 
 def _packed_positions(tokens: int, cu_seqlens: Tensor, offsets: int | Tensor) -> Tensor:
     """The position of every token in its own sequence, ``(tokens,)``, found without reading a value on the host."""
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens must have shape (sequences + 1,), got {tuple(cu_seqlens.shape)}")
     token = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)  # past the last one for padding
     if isinstance(offsets, Tensor):

@@ -40,5 +40,7 @@ class RotaryPositionalEmbeddings(nn.Module):
         Raises:
             ValueError, TypeError, IndexError: as ``torch.ops.rope.apply``.
         """
+        if x.dim() != 4:
+            raise ValueError(f"x must have shape (batch, seqlen, heads, head_dim), got {tuple(x.shape)}")
         rotated, _ = self.rotary(x, x[..., :0, :], input_pos)  # keys of no heads cost nothing
         return rotated  # type: ignore[no-any-return]

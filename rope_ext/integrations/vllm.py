@@ -48,6 +48,8 @@ def rotary_embedding(
             f"cos_sin_cache must have shape (rows, rotary_dim), cosines then sines, got {tuple(cos_sin_cache.shape)}"
         )
     rotary_dim = cos_sin_cache.shape[1]
+    if head_size < 1 or rotary_dim < 2:
+        raise ValueError(f"head_size = {head_size} and a cos_sin_cache of {rotary_dim} columns leave nothing to rotate")
     if not 0 <= rope_dim_offset <= head_size - rotary_dim:
         raise ValueError(
             f"{rotary_dim} rotated features from rope_dim_offset = {rope_dim_offset} do not fit head_size = {head_size}"

@@ -114,6 +114,8 @@ def _text_part(config: Any) -> Any:
 
 def _reader(config: Any) -> Callable[..., Any]:
     """``read(*names)``: the first of the named fields that the config has a value for, else None."""
+    if isinstance(config, str):
+        raise TypeError(f"config must be a transformers config or the dict of a config.json, got the string {config!r}")
     text = _text_part(config)
 
     def read(*names: str) -> Any:
