@@ -158,6 +158,16 @@ def test_a_table_that_is_not_written_twice_reaches_the_original() -> None:
     assert calls == 0 and all(map(torch.equal, results, right(q, k, *table)))
 
 
+def test_inference_tensors_do_not_tell_that_they_changed() -> None:
+    adapter = recognise(right)
+    with torch.inference_mode():
+        q, k, table = torch.randn(B, H, S, D), torch.randn(B, K, S, D), tables(D, "halves", torch.float32)
+        assert count(lambda: adapter(q, k, *table))[1] == 1
+        table[0][0, 0, 0] += 1
+        results, calls = count(lambda: adapter(q, k, *table))
+        assert calls == 0 and all(map(torch.equal, results, right(q, k, *table)))
+
+
 def test_a_compiled_graph_refuses_a_table_that_is_not_written_twice() -> None:
     def fresh(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin

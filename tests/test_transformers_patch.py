@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
-from rope_ext.integrations.transformers import kernel_mapping, patch, patch_all, unpatch, unpatch_all
-from rotary_functions import B, D, H, K, S, count, pairs_by_halves, right, tables
+from rope_ext.integrations.transformers import patch, patch_all, unpatch, unpatch_all
+from rotary_functions import count
 
 
 def llama(**changes: Any) -> LlamaForCausalLM:
@@ -29,7 +30,7 @@ def test_patched_model_gives_the_same_bits_and_unpatch_leaves_no_trace(capsys: p
     from transformers.models.llama import modeling_llama
 
     model, other = llama(), llama()
-    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
     function = modeling_llama.apply_rotary_pos_emb
     expected, calls = count(lambda: model(IDS).logits)
     assert calls == 0
@@ -47,8 +48,9 @@ def test_patched_model_gives_the_same_bits_and_unpatch_leaves_no_trace(capsys: p
     assert count(lambda: other(IDS))[1] == 0  # another model of the class
     assert unpatch(model) is model
     for name, module in model.named_modules():
-        assert vars(module).keys() == before[name].keys()
-        assert all(value is before[name][key] for key, value in vars(module).items())
+        cls, attributes = before[name]
+        assert type(module) is cls and vars(module).keys() == attributes.keys()
+        assert all(value is attributes[key] for key, value in vars(module).items())
     logits, calls = count(lambda: model(IDS).logits)
     assert calls == 0 and torch.equal(logits, expected)
 
@@ -111,15 +113,23 @@ def test_autocast_and_half_precision() -> None:
     torch.testing.assert_close(logits, expected, rtol=0, atol=2e-2)
 
 
-def test_deepcopy() -> None:
+def saved_and_loaded(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded], ids=lambda f: f.__name__)
+def test_copies_of_a_model(copied: Callable[[nn.Module], Any]) -> None:
     model = patch(llama())
-    twin = copy.deepcopy(model)
+    twin = copied(model)
     expected = model(IDS).logits
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     logits, calls = count(lambda: twin(IDS).logits)  # of its own weights
-    assert calls == 2 and torch.equal(logits, expected)
+    assert calls == 2 and torch.equal(logits, expected) and twin.rope_ext_report == model.rope_ext_report
     assert count(lambda: unpatch(twin)(IDS))[1] == 0
     assert count(lambda: model(IDS))[1] == 2
 
@@ -140,6 +150,14 @@ def test_hooks_that_replace_forward(first: str) -> None:
     unpatch(model)
     assert count(lambda: model(IDS))[1] == 0
     assert attention._old_forward == MethodType(type(attention).forward, attention)
+
+
+def test_models_without_a_rotary_function_and_other_things(capsys: pytest.CaptureFixture[str]) -> None:
+    report = patch(nn.Linear(1, 1)).rope_ext_report
+    assert report == {"patched": [], "skipped": []}
+    assert capsys.readouterr().err == "rope_ext: no rotary function found in Linear: nothing changed\n"
+    with pytest.raises(TypeError, match=r"a torch\.nn\.Module; got str"):
+        patch("model")  # type: ignore[type-var]
 
 
 @pytest.fixture
@@ -172,115 +190,3 @@ def test_built_under_meta_and_another_default_dtype(everywhere: None) -> None:
         torch.set_default_dtype(torch.float32)
     assert len(model.rope_ext_report["patched"]) == 1
     assert torch.equal(torch.get_rng_state(), random)
-
-
-# ---- modules written otherwise
-
-
-def helper(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """No rotation, but one in it."""
-    return right(x, x, cos, sin)[0] + x
-
-
-def deeper(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    return sum((lambda: (helper(x, *table), x))())
-
-
-class Indirect(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def rotated(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-        self.calls += 1
-        return deeper(x, table)
-
-    @torch.no_grad()
-    def forward(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-        return self.rotated(x, table) + pairs_by_halves(x, x, *table)[1]
-
-
-class Child(Indirect):
-    def rotated(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-        return super().rotated(x, table)
-
-
-def test_functions_in_functions() -> None:
-    module, x, table = Indirect(), torch.randn(B, H, S, D), tables(D, "halves", torch.float32)
-    expected = module(x, table)
-    patch(module)
-    reason = "it computes no rotation that the operator has"
-    assert module.rope_ext_report == {
-        "patched": ["Indirect: right"],
-        "skipped": [("Indirect: pairs_by_halves", reason)],
-    }
-    result, calls = count(lambda: module(x, table))
-    assert calls == 1 and module.calls == 2 and torch.equal(result, expected)
-
-
-def test_a_method_that_rotates() -> None:
-    """The speech models' form: heads merged, cos and sin in one tensor."""
-    from transformers.models.wav2vec2_conformer import modeling_wav2vec2_conformer as modeling
-
-    config = modeling.Wav2Vec2ConformerConfig(
-        hidden_size=H * D, num_attention_heads=H, position_embeddings_type="rotary"
-    )
-    module, x = modeling.Wav2Vec2ConformerSelfAttention(config).eval(), torch.randn(B, S, H * D)
-    table = modeling.Wav2Vec2ConformerRotaryPositionalEmbedding(config)(x)
-    expected = module(x, relative_position_embeddings=table)[0]
-    assert patch(module).rope_ext_report["patched"] == ["Wav2Vec2ConformerSelfAttention: _apply_rotary_embedding"]
-    result, calls = count(lambda: module(x, relative_position_embeddings=table)[0])
-    assert calls == 1 and torch.equal(result, expected)
-    assert "_apply_rotary_embedding" not in vars(unpatch(module))
-
-
-class Static(nn.Module):
-    @staticmethod
-    def rotated(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-        return right(x, x, *table)[0]
-
-
-def test_static_methods_are_mentioned() -> None:
-    report = patch(Static()).rope_ext_report
-    assert report == {"patched": [], "skipped": [("Static: right", "it is called in a static method")]}
-
-
-def kernelised(function: Callable[..., Any]) -> nn.Module:
-    """What the kernels package makes of a function that it may replace."""
-
-    class Func(nn.Module):
-        kernel_layer_name = "rotary_pos_emb"
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return function(*args, **kwargs)
-
-    return Func()
-
-
-right_as_a_module = kernelised(right)
-
-
-class WithKernels(nn.Module):
-    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return right_as_a_module(q, k, cos, sin)
-
-
-@pytest.mark.parametrize("road", ["patch", "mapping"])
-def test_functions_that_the_kernels_package_has_made_into_modules(road: str) -> None:
-    module = WithKernels()
-    q, k, table = torch.randn(B, H, S, D), torch.randn(B, K, S, D), tables(D, "halves", torch.float32)
-    expected = module(q, k, *table)
-    if road == "patch":
-        assert patch(module).rope_ext_report["patched"] == ["WithKernels: right"]
-    else:
-        layer = kernel_mapping()["rotary_pos_emb"]["cpu"].load()
-        right_as_a_module.forward = MethodType(layer.forward, right_as_a_module)
-    results, calls = count(lambda: module(q, k, *table))
-    vars(right_as_a_module).pop("forward", None)
-    assert calls == 1 and all(map(torch.equal, results, expected))
-
-
-def test_methods_of_a_base_class() -> None:
-    module = patch(Child())
-    assert ("Child: right", "it is reached through super()") in module.rope_ext_report["skipped"]
-    assert not module.rope_ext_report["patched"]

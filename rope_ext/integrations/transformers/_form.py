@@ -174,8 +174,10 @@ def _copies(table: Tensor, spread: str) -> tuple[Tensor, Tensor]:
 class _Guard:
     """Whether both copies of every angle are equal, which a table cut to the size of a smaller head, say, is not.
 
-    Tables are read once each; the layers of a model share them. On an accelerator that would stop the queue of kernels:
-    there the first table of a kind is read and the others are asserted, as all are under torch.compile.
+    Tables are read once each; the layers of a model share them. Inference tensors do not count their changes, so that
+    each layer reads them, for a tenth of the time of a rotation. On an accelerator reading would stop the queue of
+    kernels: there the first table of a kind is read and the others are asserted, as all are under torch.compile, and
+    inference tensors are taken for unchanged.
     """
 
     def __init__(self, name: str) -> None:
@@ -196,9 +198,10 @@ class _Guard:
         if torch.compiler.is_compiling():
             return seen is not False and self._assert(table, spread)
         version = 0 if table.is_inference() else table._version
-        known: tuple[int, str, bool] | None = getattr(table, "_rope_ext_copies", None)
-        if known is not None and known[:2] == (version, spread):
-            return known[2]
+        if not (table.is_cpu and table.is_inference()):
+            known: tuple[int, str, bool] | None = getattr(table, "_rope_ext_copies", None)
+            if known is not None and known[:2] == (version, spread):
+                return known[2]
         if table.is_cpu or seen is None:
             try:
                 equal = torch.equal(*_copies(table, spread))

@@ -1,7 +1,7 @@
-"""Other globals for the methods of one module instance.
+"""Other globals for the methods of one patched module.
 
 A method finds a rotary function by name among the globals of its file. Replacing it there would change every model of
-the process, so an instance gets a method of its own: the same code, with the globals of a twin of that file in which
+the process, so a patched one gets a method of its own: the same code, with the globals of a twin of that file in which
 the name stands for something else. The twin is a real module in `sys.modules`, since torch.compile imports by name the
 module whose globals a function has; its other names mean what they meant when the file was first patched.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from rope_ext.integrations.transformers._recognise import Refusal, recognise
+from rope_ext.integrations.transformers._recognise import Refusal, lock, recognise
 
 _SUFFIX = "__rope_ext"
 
@@ -33,14 +33,32 @@ class Rewritten(NamedTuple):
 
 
 _known: dict[FunctionType, Rewritten] = {}
+_open: dict[FunctionType, Rewritten] = {}  # being rewritten: what is known of them so far
+_met: set[FunctionType] = set()  # those of them that were called by what they call
 
 
 def rewrite(function: FunctionType) -> Rewritten:
     """``function`` with the rotary functions replaced that it calls, itself or through functions of its own file."""
-    if function not in _known:
-        _known[function] = Rewritten(function)  # for functions that call each other in a circle
-        _known[function] = _rewrite(function)
-    return _known[function]
+    with lock:
+        if function in _open:
+            _met.add(function)
+            return _open[function]
+        if function in _known:
+            return _known[function]
+        found = Rewritten(function)
+        try:
+            while True:
+                _open[function] = found
+                found = _rewrite(function)
+                # in a circle of calls the others were rewritten for what was known of this one: once more, if that grew
+                if function not in _met or found.patched == _open[function].patched:
+                    break
+        finally:
+            del _open[function]
+            _met.discard(function)
+        if not _met:  # or it is only as good as what is known of a function further out
+            _known[function] = found
+        return found
 
 
 def plain(value: Any) -> FunctionType | None:

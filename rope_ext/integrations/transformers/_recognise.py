@@ -12,6 +12,7 @@ import functools
 import inspect
 import itertools
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -53,6 +54,8 @@ class Refusal:
     reason: str
 
 
+# held while functions are probed and rewritten: a second thread waits for the first one's result
+lock = threading.RLock()
 _known: dict[Callable[..., Any], Callable[..., Any] | Refusal | None] = {}
 
 
@@ -62,7 +65,9 @@ def recognise(function: Callable[..., Any]) -> Callable[..., Any] | Refusal | No
     A function is probed once in a process: on the CPU, without gradients and without touching torch's random state.
     """
     if function not in _known:
-        _known[function] = _probe(function)
+        with lock:
+            if function not in _known:
+                _known[function] = _probe(function)
     return _known[function]
 
 
