@@ -36,6 +36,7 @@ bench: $(VENV)/built  ## the benchmarks
 
 docs: $(VENV)/built  ## the documentation, in build/docs; a warning is an error
 	$(BIN)/sphinx-build -W -n --keep-going -q docs build/docs
+	@echo "== see build/docs/index.html"
 
 check: $(VENV)/built  ## formatters, linters, types
 	$(BIN)/ruff format --check .

@@ -99,15 +99,12 @@ def growth(results: Results) -> Figure:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Writes PNG and SVG beside the JSON file of that path."""
+    """Writes SVGs beside the JSON file of that path."""
     if not of(results, "rope::apply", "bf16"):
         return
     with plt.rc_context(RC):
         for name, figure in (("over-floor", over_floor(results)), ("growth", growth(results))):
             figure.tight_layout()
-            for kind in ("png", "svg"):
-                metadata = {"Date": None} if kind == "svg" else None
-                figure.savefig(
-                    path.with_name(f"{path.stem}-{name}.{kind}"), dpi=150, bbox_inches="tight", metadata=metadata
-                )
+            file = path.with_name(f"{path.stem}-{name}.svg")
+            figure.savefig(file, bbox_inches="tight", metadata={"Date": None})
             plt.close(figure)

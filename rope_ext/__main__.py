@@ -191,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, value in {**(found.pop("build") or {}), **found}.items():
         print(f"{name:>20}  {value}")
     for device, result in results.items():
-        ratio = f", a rotation takes {result['over_copy']} times a copy" if "over_copy" in result else ""
+        ratio = f", a rotation takes {result['over_copy']} of a copy's time" if "over_copy" in result else ""
         print(f"{device:>20}  self-test: {result['self_test']}{ratio}")
     print("\n" + ("\n".join(f"WRONG: {sentence}" for sentence in wrong) or "All is well."))
     return bool(wrong)

@@ -31,9 +31,11 @@ from rope_ext.tables.params import integer
 
 
 class Axes(NamedTuple):
-    """Frequencies of all pairs, ``(R/2,)``, and the position axis that each pair reads."""
+    """Frequencies of all pairs, and the position axis that each pair reads."""
 
+    #: ``(R/2,)``
     inv_freq: Tensor
+    #: an axis index for each of them
     axis_map: tuple[int, ...]
 
 
@@ -55,7 +57,7 @@ def freqs_cis_at(
         attention_factor: the magnitude of every factor.
 
     Returns:
-        complex64, ``(S, R/2)`` or ``(B, S, R/2)`` on the device of ``positions``: ``freqs_cis`` of the operators.
+        complex64, ``(S, R/2)`` or ``(B, S, R/2)``, on the device of ``positions``; the ``freqs_cis`` of the operators.
 
     Raises:
         ValueError: the map does not name one existing axis for each frequency.
