@@ -58,7 +58,8 @@ def test_both_ways_of_counting_agree(counts: Counts) -> None:
     both = {kernel: row for kernel, row in counts.items() if "call" in row}
     assert len(both) == 8
     for kernel, row in both.items():
-        assert row["loop"] < row["call"] < 1.3 * row["loop"], kernel
+        limit = 1.6 if kernel.startswith("default") else 1.3  # four lanes at a time leave more to do beside the loop
+        assert row["loop"] < row["call"] < limit * row["loop"], kernel
 
 
 def test_growth_is_reported_beyond_the_tolerance() -> None:
