@@ -110,5 +110,5 @@ def machine() -> dict[str, Any]:
         "load_before": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "rope_ext": rope_ext.build_info(),
+        "rope_ext": {key: value for key, value in rope_ext.build_info().items() if key != "library"},  # a path
     }
